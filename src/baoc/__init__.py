@@ -1,0 +1,24 @@
+"""baoc: optimizer memory as a budget you set."""
+
+from baoc._version import __version__
+from baoc.checkpoint import CheckpointError
+from baoc.configuration import CATALOG, Configuration, ConfigurationError, parse
+from baoc.measure import state_bytes
+from baoc.optimizer import BlockOptimizer
+from baoc.plan import Block, Plan, PlanError
+from baoc.torch_state import to_torch
+
+__all__ = [
+    "CATALOG",
+    "Block",
+    "BlockOptimizer",
+    "CheckpointError",
+    "Configuration",
+    "ConfigurationError",
+    "Plan",
+    "PlanError",
+    "__version__",
+    "parse",
+    "state_bytes",
+    "to_torch",
+]

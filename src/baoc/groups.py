@@ -1,0 +1,127 @@
+"""Reading torch's param groups: names, hyper-parameters, and which configuration each parameter is assigned.
+
+A group's ``assignments`` list runs parallel to its ``params``. Being plain data in the group, it survives checkpoints,
+``deepcopy`` and ``pickle``, and it keeps its meaning when FSDP or Accelerate replace the parameter objects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from baoc.configuration import Configuration, Layout, parse
+from baoc.plan import Block, canonical_name
+from baoc.spec import Hyper, Shape
+
+Group = dict[str, Any]
+Assignment = dict[str, Any]
+ASSIGNMENTS = "assignments"
+DEFAULT_BETAS = (0.9, 0.999)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter in its place. Read off the groups for every use and never kept: groups are replaced on load."""
+
+    name: str
+    param: Tensor
+    group: Group
+    block: str
+    configuration: Configuration
+    lr_scale: float | None
+
+    @property
+    def shape(self) -> Shape:
+        """As layouts see it: a complex parameter is a real one with a last dim of 2."""
+        shape = tuple(self.param.shape)
+        return (*shape, 2) if self.param.is_complex() else shape
+
+    @property
+    def layout(self) -> Layout:
+        return self.configuration.layout(self.shape)
+
+
+def members(groups: Sequence[Group]) -> Iterator[Member]:
+    for index, group in enumerate(groups):
+        for name, param, entry in zip(names(group, index), group["params"], group[ASSIGNMENTS]):
+            yield Member(name, param, group, entry["block"], parse(entry["configuration"]), entry["lr_scale"])
+
+
+def assignment(block: str, configuration: Configuration, lr_scale: float | None) -> Assignment:
+    return {"block": block, "configuration": str(configuration), "lr_scale": lr_scale}
+
+
+def assign(groups: Sequence[Group], blocks: dict[str, Block]) -> None:
+    """Write a block for every parameter name into the groups."""
+    for index, group in enumerate(groups):
+        chosen = [blocks[name] for name in names(group, index)]
+        group[ASSIGNMENTS] = [assignment(block.name, block.configuration, block.lr_scale) for block in chosen]
+
+
+def names(group: Group, index: int) -> list[str]:
+    """Parameter names, or places like ``0.3`` (group 0, parameter 3) where none were given."""
+    if "param_names" in group:
+        return [canonical_name(name) for name in group["param_names"]]
+    return [f"{index}.{position}" for position in range(len(group["params"]))]
+
+
+def named(params: nn.Module | Iterable[Any]) -> Iterable[Any]:
+    """What torch's constructor takes: a module becomes its trainable parameters with their names."""
+    if not isinstance(params, nn.Module):
+        return params
+    trainable = [(name, param) for name, param in params.named_parameters() if param.requires_grad]
+    if not trainable:
+        raise ValueError(f"{type(params).__name__} has no trainable parameters: all have requires_grad=False.")
+    return trainable
+
+
+def real_view(tensor: Tensor) -> Tensor:
+    """Real-valued and with at least one dim, sharing memory."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor if tensor.dim() else tensor.view(1)
+
+
+def hyper(group: Group, place: str) -> Hyper:
+    """The group's numbers as they are now: schedulers write to them between steps."""
+    lr = float(group["lr"])
+    _check(math.isfinite(lr) and lr >= 0, place, "lr", lr, "a finite number >= 0")
+    beta1, beta2 = group["betas"]
+    eps1, eps2 = group["adafactor_eps"]
+    return Hyper(
+        lr=lr,
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        beta2_decay=group["beta2_decay"],
+        # torch takes the parameter's own epsilon; all math here is in fp32, whatever the parameter is
+        adafactor_eps=(torch.finfo(torch.float32).eps if eps1 is None else eps1, eps2),
+        clip_threshold=group["clip_threshold"],
+    )
+
+
+def check_hyper(group: Group, place: str) -> None:
+    """Raise if a group's settings are out of range."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"{place}: Tensor lr must be 1-element, but it has shape {tuple(lr.shape)}.")
+    _check(math.isfinite(float(lr)) and float(lr) >= 0, place, "lr", lr, "a finite number >= 0")
+    _check(len(group["betas"]) == 2, place, "betas", group["betas"], "two numbers in [0, 1)")
+    for index, beta in enumerate(group["betas"]):
+        _check(0 <= float(beta) < 1, place, f"betas[{index}]", beta, "in [0, 1)")
+    for key in ("eps", "weight_decay"):
+        _check(float(group[key]) >= 0, place, key, group[key], "a number >= 0")
+    _check(group["beta2_decay"] <= 0, place, "beta2_decay", group["beta2_decay"], "a number <= 0")
+    _check(group["clip_threshold"] >= 1, place, "clip_threshold", group["clip_threshold"], "a number >= 1")
+    eps1, eps2 = group["adafactor_eps"]
+    _check((eps1 is None or eps1 >= 0) and eps2 >= 0, place, "adafactor_eps", (eps1, eps2), "two numbers >= 0")
+
+
+def _check(right: bool, place: str, key: str, value: object, wanted: str) -> None:
+    if not right:
+        raise ValueError(f"{place}: invalid {key}: {value}. It must be {wanted}.")

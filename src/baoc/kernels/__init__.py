@@ -1,0 +1,84 @@
+"""The same update in several ways. ``choose`` says which one runs on a device, and why."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from baoc.kernels.eager import EagerKernel
+from baoc.kernels.update import Job
+
+REQUESTS = ("auto", "eager", "compiled")
+
+
+class Kernel(Protocol):
+    """Runs one optimizer step over many parameters."""
+
+    name: str
+
+    def run(self, jobs: Sequence[Job]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which kernel serves a device, and why.
+
+    >>> choose("eager", torch.device("cpu")).name
+    'eager'
+    """
+
+    kernel: Kernel
+    device: str
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.device}: {self.reason}"
+
+
+def check_request(request: str) -> None:
+    if request not in REQUESTS:
+        raise ValueError(f"unknown kernel {request!r}. Choose one of {', '.join(map(repr, REQUESTS))}.")
+
+
+@functools.cache
+def choose(request: str, device: torch.device) -> Choice:
+    """Pick the kernel for a device; raise if a kernel was asked for by name and cannot run here."""
+    check_request(request)
+    if request == "eager":
+        return Choice(EagerKernel(), str(device), "asked for by name")
+    obstacle = _obstacle_to_compiling(device)
+    if request == "compiled":
+        if obstacle:
+            raise RuntimeError(f"kernel='compiled' cannot run on {device}: {obstacle}. Use kernel='eager' or 'auto'.")
+        return Choice(_compiled(), str(device), "asked for by name")
+    if device.type == "cpu":
+        return Choice(EagerKernel(), str(device), "on a CPU compiling takes longer than it saves in a short run")
+    if obstacle:
+        return Choice(EagerKernel(), str(device), f"torch.compile cannot run here: {obstacle}")
+    return Choice(_compiled(), str(device), "one fused pass over memory")
+
+
+def _compiled() -> Kernel:
+    from baoc.kernels.compiled import CompiledKernel  # pulls in torch's compiler, which is slow to import
+
+    return CompiledKernel()
+
+
+def _obstacle_to_compiling(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        return None if shutil.which(compiler) or shutil.which("clang++") else f"no C++ compiler ({compiler}) was found"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    return None

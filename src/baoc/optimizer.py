@@ -1,0 +1,305 @@
+"""``BlockOptimizer``: a ``torch.optim.Optimizer`` that updates each block of parameters with its own configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from baoc import checkpoint, groups, kernels, migrate
+from baoc.configuration import Configuration, parse
+from baoc.groups import ASSIGNMENTS, Group, Member
+from baoc.kernels.update import Job
+from baoc.plan import Block, Plan, PlanError
+from baoc.spec import Hyper, Shape, rounding_phase
+from baoc.text import human_bytes
+
+logger = logging.getLogger("baoc")
+
+DEFAULT_CONFIGURATION = "adamw-32"
+
+
+class BlockOptimizer(torch.optim.Optimizer):
+    """Updates each block of parameters with its own mechanism and state formats.
+
+    Args:
+        params: a module, ``model.parameters()``, ``model.named_parameters()``, or param groups. A group may have a key
+            ``configuration`` of its own.
+        lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``. SGD's momentum is ``betas[0]``.
+        plan: a :class:`~baoc.Plan`, or one configuration for all parameters. Without one every parameter gets
+            ``adamw-32``, and ``load_state_dict`` takes over the plan of the checkpoint; with one, a checkpoint made
+            under another plan is migrated.
+        beta2_decay, adafactor_eps, clip_threshold: ``beta2_decay``, ``eps`` and ``d`` of ``torch.optim.Adafactor``.
+        kernel: ``"auto"``, ``"eager"`` or ``"compiled"``; see :attr:`kernel`.
+
+    Example:
+        >>> model = nn.Linear(256, 128)
+        >>> optimizer = BlockOptimizer(model, lr=1e-3, plan="adamw-8")
+        >>> model(torch.randn(4, 256)).square().mean().backward()
+        >>> optimizer.step()
+        >>> print(optimizer.plan)
+        block  tensors  parameters  configuration            state  lr scale
+        -----  -------  ----------  --------------------  --------  --------
+        all          2       32.9K  adamw[m=int8,v=int8]  66.0 KiB         -
+        66.0 KiB of state, 51.2% of AdamW16's 129.0 KiB
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = groups.DEFAULT_BETAS,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        plan: Plan | Configuration | str | None = None,
+        maximize: bool = False,
+        beta2_decay: float = -0.8,
+        adafactor_eps: tuple[float | None, float] = (None, 1e-3),
+        clip_threshold: float = 1.0,
+        kernel: str = "auto",
+    ) -> None:
+        kernels.check_request(kernel)
+        self._kernel_request = kernel
+        self._plan_given = plan is not None
+        self._default = parse(DEFAULT_CONFIGURATION if plan is None or isinstance(plan, Plan) else plan)
+        self._devices_reported: set[str] = set()
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "beta2_decay": beta2_decay,
+            "adafactor_eps": adafactor_eps,
+            "clip_threshold": clip_threshold,
+        }
+        super().__init__(groups.named(params), defaults)
+        if isinstance(plan, Plan):
+            self._refuse_two_answers()
+            plan.check(self._shapes())
+            groups.assign(self.param_groups, {name: plan.block_of(name) for name in self._shapes()})
+
+    # ---- the torch.optim.Optimizer contract ----
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As in torch. ``param_group["configuration"]`` says what its parameters are updated with."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        index = len(self.param_groups)
+        groups.check_hyper({**self.defaults, **param_group}, f"param group {index}")
+        group = dict(param_group)
+        configuration = parse(group.pop("configuration", self._default))
+        super().add_param_group(group)
+        block = Block(f"group {index}" if index else "all", configuration, {})
+        self.param_groups[index][ASSIGNMENTS] = [
+            groups.assignment(block.name, configuration, None) for _ in self.param_groups[index]["params"]
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Perform one optimization step. Everything is checked before anything is changed."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        hypers = {id(group): groups.hyper(group, f"param group {i}") for i, group in enumerate(self.param_groups)}
+        stepping = [member for member in self._members() if member.param.grad is not None]
+        for member in stepping:
+            _check_gradient(member)
+            self._check_state(member)
+        if stepping:
+            self._allocate()
+        jobs: dict[torch.device, list[Job]] = {}
+        for member in stepping:
+            hyper = hypers[id(member.group)]
+            if not self._is_rehearsal(member, hyper):
+                jobs.setdefault(member.param.device, []).append(self._job(member, hyper))
+        for device, device_jobs in jobs.items():
+            self._kernel_for(device).run(device_jobs)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this class, or of ``torch.optim``'s AdamW, Adam, SGD or Adafactor.
+
+        torch's own loader would cast codes and scales to the parameter's dtype, so this one stands in its place, hooks
+        included. The checkpoint is checked as a whole before anything is changed.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        self.__setstate__(checkpoint.prepare(state_dict, self.param_groups, keep_plan=self._plan_given))
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_kernel_request", "_plan_given", "_default")
+        return super().__getstate__() | {name: self.__dict__[name] for name in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._devices_reported = set()
+
+    def __repr__(self) -> str:
+        lines = [f"{type(self).__name__} ({human_bytes(self.plan.state_bytes)} of state"]
+        for index, group in enumerate(self.param_groups):
+            configurations = sorted({entry["configuration"] for entry in group[ASSIGNMENTS]})
+            lines += ["", f"Parameter Group {index}: {len(group['params'])} tensors, {', '.join(configurations)}"]
+            hidden = ("params", "param_names", ASSIGNMENTS)
+            lines += [f"    {key}: {group[key]}" for key in sorted(group) if key not in hidden]
+        return "\n".join([*lines, ")"])
+
+    # ---- plans ----
+
+    @property
+    def plan(self) -> Plan:
+        """What every parameter is updated with now."""
+        blocks: dict[tuple[str, Configuration, float | None], dict[str, Shape]] = {}
+        for member in self._members():
+            key = (member.block, member.configuration, member.lr_scale)
+            blocks.setdefault(key, {})[member.name] = member.shape
+        return Plan(tuple(Block(name, cfg, shapes, scale) for (name, cfg, scale), shapes in blocks.items()))
+
+    @torch.no_grad()
+    def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
+        """Change configurations in the middle of training.
+
+        State moves over one tensor at a time; ``inherit=False`` restarts it. A block whose ``lr_scale`` is ``None``
+        gets the one under which its next update is as long as its last.
+
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = BlockOptimizer(model, plan="adamw-32")
+        >>> optimizer.set_plan("sgdm-8")
+        >>> optimizer.plan.state_bytes
+        4608
+        """
+        shapes = self._shapes()
+        plan = plan if isinstance(plan, Plan) else Plan.uniform(plan, shapes)
+        plan.check(shapes)
+        new_blocks = {name: plan.block_of(name) for name in shapes}
+        if inherit:
+            moves = [
+                migrate.Move(migrate.holding_of(m, self.state.get(m.param, {})), new_blocks[m.name], m.lr_scale)
+                for m in self._members()
+            ]
+            scales = migrate.lr_scales(moves)
+            for member, move in zip(list(self._members()), moves):
+                if self.state.get(member.param):
+                    self.state[member.param] = migrate.convert(move.holding, move.block.configuration)
+            new_blocks = {
+                name: dataclasses.replace(block, lr_scale=scales[block.name]) for name, block in new_blocks.items()
+            }
+        else:
+            self.state.clear()
+        groups.assign(self.param_groups, new_blocks)
+        self._plan_given = True
+
+    def _refuse_two_answers(self) -> None:
+        asked = next((m for m in self._members() if m.configuration != self._default), None)
+        if asked is not None:
+            raise PlanError(
+                f"parameter {asked.name!r} is in a group that asks for {asked.configuration} while plan= is given as "
+                "well. Drop one of them: the plan has a configuration for every parameter."
+            )
+
+    # ---- kernels ----
+
+    @property
+    def kernel(self) -> str:
+        """Which kernel runs on which device, and why."""
+        devices = sorted({member.param.device for member in self._members()}, key=str)
+        return "; ".join(str(kernels.choose(self._kernel_request, device)) for device in devices)
+
+    def _kernel_for(self, device: torch.device) -> kernels.Kernel:
+        choice = kernels.choose(self._kernel_request, device)
+        if choice.device not in self._devices_reported:
+            self._devices_reported.add(choice.device)
+            logger.info("kernel %s", choice)
+        return choice.kernel
+
+    # ---- state ----
+
+    def _members(self) -> Iterable[Member]:
+        return groups.members(self.param_groups)
+
+    def _shapes(self) -> dict[str, Shape]:
+        shapes: dict[str, Shape] = {}
+        for member in self._members():
+            if member.name in shapes:
+                raise PlanError(f"two parameters are called {member.name!r}. Give every parameter a name of its own.")
+            shapes[member.name] = member.shape
+        return shapes
+
+    def _allocate(self) -> None:
+        """Give state to every trainable parameter at once, in its plan's layout.
+
+        A half-filled optimizer could not be told from a damaged one, and distributed checkpoint readers need every
+        tensor to be there before they read.
+        """
+        for member in self._members():
+            trainable = member.param.requires_grad or member.param.grad is not None
+            if trainable and member.layout.slots and not self.state.get(member.param):
+                self.state[member.param] = migrate.new_state(member.layout, member.param.device)
+
+    def _check_state(self, member: Member) -> None:
+        state = self.state.get(member.param)
+        if not state:
+            return
+        for key, buffer in member.layout.buffers.items():
+            held = tuple(state[key].shape) if key in state else None
+            if held != buffer.shape:
+                raise RuntimeError(
+                    f"parameter {member.name!r} has shape {member.shape} and needs {key!r} of shape {buffer.shape} for "
+                    f"{member.configuration}, but the optimizer holds {held}. Did the parameter change its shape? Make "
+                    "a new optimizer, or put the old shape back."
+                )
+
+    def _is_rehearsal(self, member: Member, hyper: Hyper) -> bool:
+        """``torch.distributed.checkpoint`` makes state appear by a step with lr 0 and zero gradients: not a step."""
+        if hyper.lr != 0:
+            return False
+        state = self.state.get(member.param, {})
+        fresh = all(int(state[stored.age_key]) == 0 for stored in member.layout.slots)
+        return fresh and not cast(Tensor, member.param.grad).any()
+
+    def _job(self, member: Member, hyper: Hyper) -> Job:
+        state = self.state.get(member.param, {})
+        stored_slots, mechanism = member.layout.slots, member.configuration.mechanism
+        ages: dict[str, int] = {}
+        for stored in stored_slots:
+            ages[stored.slot.name] = age = int(state[stored.age_key]) + 1
+            migrate.set_age(state, stored, age)
+        grad = cast(Tensor, member.param.grad).detach()
+        scaled = dataclasses.replace(hyper, lr_scale=member.lr_scale or 1.0)
+        return Job(
+            mechanism=mechanism,
+            slots=stored_slots,
+            param=groups.real_view(member.param.detach()),
+            grad=groups.real_view(-grad if member.group["maximize"] else grad),
+            state={
+                stored.key(name): state[stored.key(name)] for stored in stored_slots for name in stored.buffer_names
+            },
+            scalars=mechanism.scalars(scaled, ages),
+            phases={
+                stored.slot.name: rounding_phase(ages[stored.slot.name], i) for i, stored in enumerate(stored_slots)
+            },
+        )
+
+
+def _check_gradient(member: Member) -> None:
+    grad = cast(Tensor, member.param.grad)
+    if grad.is_sparse:
+        raise RuntimeError(
+            f"parameter {member.name!r} has a sparse gradient, which BlockOptimizer does not support. Build its "
+            "embedding with sparse=False, or give it to torch.optim.SparseAdam."
+        )
+    if hasattr(grad, "to_local"):
+        raise NotImplementedError(
+            f"parameter {member.name!r} is a DTensor. Sharded training is not supported yet; plain local state would "
+            "be silently wrong."
+        )

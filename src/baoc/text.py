@@ -1,0 +1,55 @@
+"""What a person reads: sizes and plain-text tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def human_bytes(nbytes: float) -> str:
+    """Bytes in the largest binary unit that keeps the number above one.
+
+    >>> human_bytes(498232320), human_bytes(12)
+    ('475.2 MiB', '12 B')
+    """
+    size = float(nbytes)
+    for unit in _UNITS:
+        if abs(size) < 1024 or unit == _UNITS[-1]:
+            break
+        size /= 1024
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def human_count(count: int) -> str:
+    """A count of parameters, shortened.
+
+    >>> human_count(124439808), human_count(768)
+    ('124.4M', '768')
+    """
+    for factor, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= 10 * factor or (count >= factor and factor > 10**3):
+            return f"{count / factor:.1f}{unit}"
+    return str(count)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> str:
+    """Align columns; those named in ``right`` to the right.
+
+    >>> print(table(["name", "bytes"], [["a", 1], ["bcd", 100]], right=["bytes"]))
+    name  bytes
+    ----  -----
+    a         1
+    bcd     100
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
+    lines = [list(header), ["-" * width for width in widths], *cells]
+
+    def align(row: Sequence[str]) -> str:
+        parts = (
+            cell.rjust(width) if name in right else cell.ljust(width) for cell, width, name in zip(row, widths, header)
+        )
+        return "  ".join(parts).rstrip()
+
+    return "\n".join(align(row) for row in lines)

@@ -1,0 +1,1 @@
+"""Trainings that show what the package does. They use its public API only, and run on a CPU with no downloads."""

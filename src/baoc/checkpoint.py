@@ -90,8 +90,8 @@ def _move(member: Member, entry: dict[str, Any], saved: Assignment | None, keep_
     elif entry:
         raise CheckpointError(
             f"the checkpoint's state of parameter {member.name!r} has the keys {', '.join(map(repr, entry))}, which "
-            "are neither baoc's nor those of torch.optim's AdamW, Adam, SGD or Adafactor. Load it with the optimizer that "
-            "wrote it."
+            "are neither baoc's nor those of torch.optim's AdamW, Adam, SGD or Adafactor. Load it with the optimizer "
+            "that wrote it."
         )
     else:
         configuration, state, lr_scale, block = own.configuration, {}, None, own

@@ -50,15 +50,15 @@ class Holding:
     def tiles(self) -> list[slice]:
         return row_tiles(self.param.shape, TILE_NUMEL)
 
-    def mean(self, stored: StoredSlot, rows: slice) -> Tensor:
-        """fp32 rows of a slot that has seen a gradient, as a weighted mean."""
-        name = stored.slot.name
-        value = stored.codec.decode(buffers_of(stored, self.state), rows)
-        return value / self.configuration.mechanism.mass(name, self.ages[name], self.hyper)
+    def value(self, stored: StoredSlot, rows: slice) -> Tensor:
+        """fp32 rows of a slot."""
+        return stored.codec.decode(buffers_of(stored, self.state), rows)
 
     def means(self, rows: slice) -> dict[str, Tensor]:
-        ages = self.ages
-        return {stored.slot.name: self.mean(stored, rows) for stored in self.layout.slots if stored.slot.name in ages}
+        """fp32 rows of every slot that has seen a gradient, as weighted means."""
+        mass = self.configuration.mechanism.mass
+        slots = {stored.slot.name: stored for stored in self.layout.slots}
+        return {name: self.value(slots[name], rows) / mass(name, age, self.hyper) for name, age in self.ages.items()}
 
 
 @dataclass(frozen=True)
@@ -166,14 +166,13 @@ def _values(
     old: Holding, mechanism: Mechanism, source: StoredSlot | None, slot: str, age: int
 ) -> Iterator[tuple[slice, Tensor]]:
     """A slot's values for a mechanism, tile by tile: inherited from ``source``, or inferred from the other slots."""
-    mass = mechanism.mass(slot, age, old.hyper)
     for rows in old.tiles():
         if source:
-            yield rows, old.mean(source, rows) * mass
+            yield rows, old.value(source, rows) * _mass_ratio(old, mechanism, slot, age)
             continue
         mean = mechanism.infer(slot, old.means(rows), old.ages, old.hyper)
         assert mean is not None, f"{mechanism.name} gives a fresh {slot!r} an age but no value"
-        yield rows, mean * mass
+        yield rows, mean * mechanism.mass(slot, age, old.hyper)
 
 
 def _fill(stored: StoredSlot, buffers: Mapping[str, Tensor], values: Iterator[tuple[slice, Tensor]]) -> None:

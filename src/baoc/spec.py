@@ -20,6 +20,8 @@ Shape = tuple[int, ...]
 Scalar = Union[float, Tensor]  # a Python float in the eager kernel, a 0-d tensor in the compiled one
 Scalars = Mapping[str, Scalar]
 
+FP32_TINY = torch.finfo(torch.float32).tiny
+
 SMALL_NUMEL = 4096
 """Parameters with fewer elements (by their global shape) keep fp32 state in every configuration."""
 
@@ -172,6 +174,13 @@ class WholeCodec(Codec):
     """
 
     pointwise: ClassVar[bool] = False
+
+    @abstractmethod
+    def expand(self, buffers: Mapping[str, Tensor], rows: slice, mean_floor: Scalar) -> Tensor:
+        """Decode, dividing by no grand mean smaller than ``mean_floor`` (a mechanism's ``<slot>.mean_floor``)."""
+
+    def decode(self, buffers: Mapping[str, Tensor], rows: slice) -> Tensor:
+        return self.expand(buffers, rows, FP32_TINY)
 
     @abstractmethod
     def absorb(

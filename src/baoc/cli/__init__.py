@@ -1,1 +1,60 @@
-"""The command line."""
+"""The command line. A command is one module of this package with ``register``, and one entry in ``COMMANDS``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from baoc._version import __version__
+from baoc.cli import estimate
+from baoc.configuration import ConfigurationError
+from baoc.estimate import EstimateError
+from baoc.models.packages import ModelError
+
+COMMANDS = (estimate,)
+USER_ERRORS = (ConfigurationError, EstimateError, ModelError)
+"""What is the user's to mend: one line and exit code 2. Anything else is our bug, and shows its traceback."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code.
+
+    >>> main(["estimate", "vit", "--configuration", "adamw-16", "--configuration", "adamw[m=bf16,v=int8]"])
+    vit (ViT): 10,949,002 parameters in 80 tensors
+    <BLANKLINE>
+    configuration         short name     state  of AdamW16  bytes/parameter
+    --------------------  ----------  --------  ----------  ---------------
+    adamw[m=bf16,v=bf16]  adamw-16    41.9 MiB      100.0%            4.014
+    adamw[m=bf16,v=int8]              31.7 MiB       75.6%            3.036
+    0
+    """
+    parser = _Parser(prog="baoc", description="Optimizer memory as a budget you set.")
+    parser.add_argument("--version", action="version", version=f"baoc {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+    for command in COMMANDS:
+        command.register(commands)
+    args = parser.parse_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except USER_ERRORS as error:
+        print(f"baoc: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -16,8 +16,6 @@ from baoc.codecs.dense import BF16, FP32
 from baoc.codecs.int8 import Int8
 from baoc.spec import SMALL_NUMEL, Buffer, Codec, Rounding, Scalar, Shape, Slot, WholeCodec
 
-_TINY = torch.finfo(torch.float32).tiny
-
 
 class Factored(WholeCodec):
     name = "factored"
@@ -38,11 +36,11 @@ class Factored(WholeCodec):
             for buffer in self._factor_codec(factor_shape).layout(factor_shape, slot)
         )
 
-    def decode(self, buffers: Mapping[str, Tensor], rows: slice) -> Tensor:
+    def expand(self, buffers: Mapping[str, Tensor], rows: slice, mean_floor: Scalar) -> Tensor:
         row = self._read(buffers, "row", rows)  # (rows, *batch, R) or (rows,)
         col = self._read(buffers, "col", rows if row.dim() > 1 else slice(None))  # (rows, *batch, C) or (C,)
         # Both factors have the same grand mean; the column's is the one that every shard on dim 0 knows.
-        col = col / col.mean(-1, keepdim=True).clamp(min=_TINY)
+        col = col / col.mean(-1, keepdim=True).clamp(min=mean_floor)
         return row.unsqueeze(-1) * col.unsqueeze(-2)
 
     def encode(self, buffers: Mapping[str, Tensor], rows: slice, value: Tensor, rounding: Rounding) -> None:

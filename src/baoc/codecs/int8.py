@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baoc.codecs.dense import BF16, FP32
-from baoc.spec import NOISE_ONE, SMALL_NUMEL, Buffer, Codec, Rounding, Shape, Slot
+from baoc.spec import FP32_TINY, NOISE_ONE, SMALL_NUMEL, Buffer, Codec, Rounding, Shape, Slot
 
 GROUP = 256
 MIN_ROW = 8
@@ -26,7 +26,6 @@ MIN_ROW = 8
 
 _MAX_SIGNED = 127
 _MAX_UNSIGNED = 255
-_TINY = torch.finfo(torch.float32).tiny
 
 
 class Int8(Codec):
@@ -54,25 +53,25 @@ class Int8(Codec):
         codes = buffers["codes"][rows]
         scales = buffers["scales"][rows].unsqueeze(-1)  # (rows, groups, 1)
         signed = codes.dtype == torch.int8
-        unit = _grouped(codes.float()) * (1.0 / (_MAX_SIGNED if signed else _MAX_UNSIGNED))  # (rows, groups, width)
-        return _ungrouped(_expand(unit, signed) * scales, codes.shape)
+        unit = to_groups(codes.float()) * (1.0 / (_MAX_SIGNED if signed else _MAX_UNSIGNED))  # (rows, groups, width)
+        return from_groups(_expand(unit, signed) * scales, codes.shape)
 
     def encode(self, buffers: Mapping[str, Tensor], rows: slice, value: Tensor, rounding: Rounding) -> None:
         codes = buffers["codes"][rows]
         signed = codes.dtype == torch.int8
-        grouped = _grouped(value)  # (rows, groups, width)
+        grouped = to_groups(value)  # (rows, groups, width)
         scales = grouped.abs().amax(-1, keepdim=True)
-        ratio = grouped.abs() / scales.clamp(min=_TINY)  # in [0, 1]
+        ratio = grouped.abs() / scales.clamp(min=FP32_TINY)  # in [0, 1]
         top = _MAX_SIGNED if signed else _MAX_UNSIGNED
         root = ratio.sqrt() if signed else ratio.sqrt().sqrt()
         below = (root * top).floor().clamp(max=top - 1)
         low, high = (_expand(code * (1.0 / top), signed) for code in (below, below + 1))
         fraction = (ratio - low) / (high - low)
-        noise = _grouped(rounding.noise(rows.start, tuple(value.shape), value.device))
+        noise = to_groups(rounding.noise(rows.start, tuple(value.shape), value.device))
         code = below + (fraction * NOISE_ONE + noise >= NOISE_ONE)
         # v must never become zero under a momentum that is not: its smallest code is above zero.
         code = torch.where(grouped < 0, -code, code) if signed else torch.where(ratio > 0, code.clamp(min=1), code)
-        codes.copy_(_ungrouped(code, codes.shape))
+        codes.copy_(from_groups(code, codes.shape))
         buffers["scales"][rows].copy_(scales.squeeze(-1))
 
 
@@ -81,7 +80,7 @@ def _expand(unit: Tensor, signed: bool) -> Tensor:
     return unit * unit.abs() if signed else (unit * unit).square()
 
 
-def _grouped(x: Tensor) -> Tensor:
+def to_groups(x: Tensor) -> Tensor:
     """(rows, *trailing) -> (rows, groups, width), the last group padded with zeros."""
     flat = x.reshape(x.shape[0], -1)
     width = min(GROUP, flat.shape[1])
@@ -89,5 +88,5 @@ def _grouped(x: Tensor) -> Tensor:
     return (F.pad(flat, (0, padding)) if padding else flat).view(x.shape[0], -1, width)
 
 
-def _ungrouped(x: Tensor, shape: torch.Size) -> Tensor:
+def from_groups(x: Tensor, shape: torch.Size) -> Tensor:
     return x.reshape(x.shape[0], -1)[:, : math.prod(shape[1:])].view(shape)

@@ -17,6 +17,8 @@ class EagerKernel:
 
     def run(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
+            if job.param.numel() == 0:
+                continue
             update(
                 job.mechanism,
                 job.slots,

@@ -99,11 +99,12 @@ class _Tiles:
         slots = {}
         for stored in self._stored:
             name = stored.slot.name
-            value = stored.codec.decode(self._buffers[name], rows)
-            if stored.codec.pointwise:
+            if isinstance(stored.codec, WholeCodec):  # has absorbed the gradient already
+                slots[name] = stored.codec.expand(self._buffers[name], rows, self._scalars[f"{name}.mean_floor"])
+            else:
+                value = stored.codec.decode(self._buffers[name], rows)
                 observed = self._mechanism.observe(name, grad)
-                value = value * self._scalars[f"{name}.keep"] + observed * self._scalars[f"{name}.add"]
-            slots[name] = value
+                slots[name] = value * self._scalars[f"{name}.keep"] + observed * self._scalars[f"{name}.add"]
         return slots
 
     def store(self, rows: slice, grad: Tensor, slots: Mapping[str, Tensor]) -> None:

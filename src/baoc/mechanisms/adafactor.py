@@ -31,6 +31,7 @@ class Adafactor(Mechanism):
             "v.keep": 1.0 - add,
             "v.add": add,
             "v.floor": eps1 * eps1,
+            "v.mean_floor": eps1,  # as torch: where gradients are below 1e-4, it makes v smaller than it is
             "min_param_rms": eps2,
             "clip": hyper.clip_threshold,
         }

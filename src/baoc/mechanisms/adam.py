@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from baoc.spec import Hyper, Mechanism, Scalars, Slot
+from baoc.spec import FP32_TINY, Hyper, Mechanism, Scalars, Slot
 
 
 class Adam(Mechanism):
@@ -22,6 +22,7 @@ class Adam(Mechanism):
             "m.add": 1.0 - hyper.beta1,
             "v.keep": hyper.beta2,
             "v.add": 1.0 - hyper.beta2,
+            "v.mean_floor": FP32_TINY,
             "m.mass": self.mass("m", ages["m"], hyper),
             "v.mass_sqrt": math.sqrt(self.mass("v", ages["v"], hyper)),
             "eps": hyper.eps,

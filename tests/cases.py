@@ -1,0 +1,69 @@
+"""The one table that the laws are tested over: every configuration, and shapes that have broken optimizers before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from baoc import CATALOG, BlockOptimizer, Configuration, parse
+
+CONFIGURATIONS: tuple[Configuration, ...] = (
+    *CATALOG,
+    parse("adamw[m=bf16,v=int8]"),
+    parse("adamw[m=int8,v=fp32]"),
+    parse("adamw[m=int8,v=factored-bf16]"),
+    parse("adamw[m=int8,v=factored-int8]"),
+)
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "scalar": (),
+    "empty": (0,),
+    "no rows": (0, 8),
+    "no columns": (8, 0),
+    "vector": (7,),
+    "long vector": (5003,),
+    "just small": (63, 65),
+    "just large": (64, 64),
+    "odd matrix": (61, 83),
+    "rows of several groups": (9, 700),
+    "one row": (1, 4500),
+    "thin": (2100, 2),
+    "short rows": (600, 9),
+    "stack": (5, 31, 33),
+    "convolution": (16, 12, 5, 5),
+    "pointwise convolution": (80, 60, 1, 1),
+}
+
+by_configuration = {"argnames": "configuration", "argvalues": CONFIGURATIONS, "ids": str}
+by_shape = {"argnames": "shape", "argvalues": list(SHAPES.values()), "ids": list(SHAPES)}
+
+
+def gradients(
+    shape: tuple[int, ...], steps: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Iterator[Tensor]:
+    """A stream with a constant part, noise, and scales that differ by row and column over four orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.ones(shape)
+    for dim, size in enumerate(shape):
+        spread = torch.logspace(-1, 1, max(size, 1))[:size][torch.randperm(size, generator=generator)]
+        scale = scale * spread.view([-1 if d == dim else 1 for d in range(len(shape))])
+    signal = torch.randn(shape, generator=generator)
+    for _ in range(steps):
+        yield (scale * (0.5 * signal + torch.randn(shape, generator=generator))).to(dtype)
+
+
+def train(optimizer: torch.optim.Optimizer, param: Tensor, stream: Iterator[Tensor]) -> None:
+    for grad in stream:
+        param.grad = grad
+        optimizer.step()
+
+
+def trained(
+    configuration: Configuration | str, shape: tuple[int, ...], steps: int, **settings: object
+) -> tuple[BlockOptimizer, nn.Parameter]:
+    param = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    optimizer = BlockOptimizer([param], plan=configuration, **settings)  # type: ignore[arg-type]
+    train(optimizer, param, gradients(shape, steps))
+    return optimizer, param

@@ -1,0 +1,126 @@
+"""Laws of the stored formats."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from baoc.codecs import CODECS
+from baoc.spec import NEAREST, Codec, Rounding, Slot, rounding_phase
+from tests.cases import SHAPES
+
+SLOTS = {"m": Slot("m", signed=True), "v": Slot("v", signed=False)}
+PAIRS = [(c, s) for c in CODECS.values() for s in SLOTS.values() if c.pointwise or not s.signed]
+by_codec_and_slot = pytest.mark.parametrize(("codec", "slot"), PAIRS, ids=[f"{c.name}-{s.name}" for c, s in PAIRS])
+
+
+def allocate(codec: Codec, slot: Slot, shape: tuple[int, ...]) -> tuple[Codec, dict[str, Tensor]]:
+    codec = codec.resolve(shape)
+    return codec, {b.name: torch.zeros(b.shape or (1,), dtype=b.dtype) for b in codec.layout(shape, slot)}
+
+
+def values(slot: Slot, shape: tuple[int, ...]) -> Tensor:
+    """Numbers over twelve orders of magnitude, some exactly zero."""
+    x = torch.randn(shape or (1,)) * 10.0 ** torch.empty(shape or (1,)).uniform_(-6, 6)
+    x = x.masked_fill(torch.rand(x.shape) < 0.05, 0.0)
+    return x if slot.signed else x.square()
+
+
+@by_codec_and_slot
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES.values() if math.prod(shape)], ids=str)
+@pytest.mark.parametrize("age", [None, 1, 12345])
+def test_encode_after_decode_changes_nothing(codec, slot, shape, age):
+    codec, buffers = allocate(codec, slot, shape)
+    rows = slice(0, (shape or (1,))[0])
+    codec.encode(buffers, rows, values(slot, shape), NEAREST)
+    before = {name: tensor.clone() for name, tensor in buffers.items()}
+    rounding = NEAREST if age is None else Rounding(rounding_phase(age, 0))
+    codec.encode(buffers, rows, codec.decode(buffers, rows).clone(), rounding)
+    for name, tensor in buffers.items():
+        if codec.pointwise:
+            assert torch.equal(tensor, before[name]), name
+        elif codec.name == "factored":  # means of fp32 numbers are only right to their last bits
+            torch.testing.assert_close(tensor, before[name], rtol=1e-6, atol=0)
+        else:  # and the means of two rounded factors differ by as much as one code
+            atol = 1 if tensor.dtype == torch.uint8 else 0
+            torch.testing.assert_close(tensor.float(), before[name].float(), rtol=2e-2, atol=atol)
+
+
+@by_codec_and_slot
+def test_a_positive_value_never_becomes_zero(codec, slot):
+    if slot.signed:
+        pytest.skip("a momentum may become zero")
+    codec, buffers = allocate(codec, slot, (64, 512))
+    value = torch.rand(64, 512) * 1e-30
+    value[:, ::97] = 1.0
+    for age in range(5):
+        codec.encode(buffers, slice(0, 64), value, Rounding(rounding_phase(age, 1)))
+        assert (codec.decode(buffers, slice(0, 64)) > 0).all()
+
+
+@by_codec_and_slot
+def test_all_zero_stays_zero(codec, slot):
+    codec, buffers = allocate(codec, slot, (64, 512))
+    codec.encode(buffers, slice(0, 64), torch.zeros(64, 512), Rounding(rounding_phase(3, 0)))
+    assert (codec.decode(buffers, slice(0, 64)) == 0).all()
+
+
+@by_codec_and_slot
+def test_rounding_is_right_on_average(codec, slot):
+    """Over 500 steps every element's mean is within 2% of a code, where one rounding is off by up to a whole one."""
+    if not codec.pointwise or codec.bits == 32:
+        pytest.skip("rounds nothing elementwise")
+    codec, buffers = allocate(codec, slot, (16, 512))
+    value = torch.randn(16, 512) if slot.signed else torch.randn(16, 512).square()
+    rows = slice(0, 16)
+    decoded = []
+    for age in range(500):
+        codec.encode(buffers, rows, value, Rounding(rounding_phase(age, 0)))
+        decoded.append(codec.decode(buffers, rows))
+    stack = torch.stack(decoded)
+    step_between_codes = stack.amax(0) - stack.amin(0)
+    error = (stack.mean(0) - value).abs()
+    assert (error <= 0.02 * step_between_codes + 1e-3 * value.abs()).all()
+
+
+@by_codec_and_slot
+def test_masks_bound_the_rounding(codec, slot):
+    if not codec.pointwise:
+        pytest.skip("factors are not elementwise")
+    codec, buffers = allocate(codec, slot, (16, 512))
+    value = torch.randn(16, 512) if slot.signed else torch.randn(16, 512).square()
+    every = torch.ones_like(value).bool()
+    rows, phase = slice(0, 16), rounding_phase(7, 0)
+    tiny = 3e-4 * value.abs()  # the margin that keeps representable values where they are
+    codec.encode(buffers, rows, value, Rounding(phase, toward_zero=every))
+    held = codec.decode(buffers, rows).abs()
+    assert ((held <= value.abs() + tiny) | (not slot.signed)).all()
+    codec.encode(buffers, rows, value, Rounding(phase, away_from_zero=every))
+    assert (codec.decode(buffers, rows).abs() >= value.abs() - tiny).all()
+
+
+def test_int8_groups_never_cross_rows():
+    codec, buffers = allocate(CODECS["int8"], SLOTS["m"], (64, 300))
+    assert tuple(buffers["scales"].shape) == (64, 2)
+    value = torch.ones(64, 300)
+    value[0] = 1e6
+    codec.encode(buffers, slice(0, 64), value, NEAREST)
+    torch.testing.assert_close(codec.decode(buffers, slice(0, 64)), value)
+
+
+@by_codec_and_slot
+def test_rows_are_encoded_alike_in_any_tile(codec, slot):
+    """The same bytes, whether a tensor is written at once or in tiles of rows."""
+    if not codec.pointwise:
+        pytest.skip("columns are sums over all rows")
+    shape = (66, 300)
+    codec, whole = allocate(codec, slot, shape)
+    _, tiled = allocate(codec, slot, shape)
+    value, rounding = values(slot, shape), Rounding(rounding_phase(5, 0))
+    codec.encode(whole, slice(0, 66), value, rounding)
+    for start in range(0, 66, 11):
+        codec.encode(tiled, slice(start, start + 11), value[start : start + 11], rounding)
+    assert all(torch.equal(whole[name], tiled[name]) for name in whole)

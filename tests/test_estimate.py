@@ -1,0 +1,530 @@
+"""``baoc estimate``: the paper's figures, the ways to name a model, and what a person reads when it goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from baoc import CATALOG, BlockOptimizer, state_bytes
+from baoc.cli import main
+from baoc.configuration import REFERENCE, parse
+from baoc.estimate import EstimateError, estimate, split_excluded, trainable_shapes
+from baoc.models import MODELS, ViT
+from baoc.models.resolve import resolve
+
+MIB = 2**20
+
+# What the paper leaves out of its StateMem column, and that column: AdamW16, AdamW32 (the rows of GaLore-AW32 and SPAM)
+# and Adafactor (GaLore-AF), in MB of 2^20 bytes.
+PAPER: dict[str, tuple[list[str], dict[str, float]]] = {
+    "gpt2-small": (
+        ["transformer.ln_f.*"],
+        {"adamw-16": 475.1514, "adamw-32": 949.3887, "adafactor-32": 1.2216},
+    ),
+    "t5-base": (
+        ["shared.weight", "*coder.final_layer_norm.weight"],
+        {"adamw-16": 756.3574, "adamw-32": 1512.3574, "adafactor-32": 1.7240},
+    ),
+    "llama-3.2-1b": (
+        ["model.norm.weight"],
+        {"adamw-16": 4714.5000, "adamw-32": 9428.5000, "adafactor-32": 3.4351},
+    ),
+    "llama-3.2-3b": (
+        ["model.norm.weight"],
+        {"adamw-16": 12256.3125, "adamw-32": 24511.3125, "adafactor-32": 6.9551},
+    ),
+    "sd15-unet": (
+        ["conv_norm_out.*"],
+        {"adamw-16": 3280.1685, "adamw-32": 6557.6197, "adafactor-32": 1745.5663},
+    ),
+    "vit": (
+        ["cls_token", "pos_embed", "norm.*"],
+        {"adamw-16": 41.8858, "adamw-32": 83.5108, "adafactor-32": 0.3988},
+    ),
+}
+
+TINY_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+}
+TINY_UNET = {
+    "_class_name": "UNet2DModel",
+    "_diffusers_version": "0.32.0",
+    "sample_size": 8,
+    "block_out_channels": [32, 64],
+    "down_block_types": ["DownBlock2D", "DownBlock2D"],
+    "up_block_types": ["UpBlock2D", "UpBlock2D"],
+    "layers_per_block": 1,
+}
+
+
+def run_json(*arguments: str) -> dict[str, Any]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["estimate", *arguments, "--json"]) == 0
+    content: dict[str, Any] = json.loads(out.getvalue())
+    return content
+
+
+def run_error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a mistake ends with."""
+    try:
+        code: object = main(list(arguments))
+    except SystemExit as stop:  # argparse's own errors
+        code = stop.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+@functools.cache
+def paper_estimate(model: str) -> dict[str, Any]:
+    excluded, _ = PAPER[model]
+    return run_json(model, *(argument for pattern in excluded for argument in ("--exclude", pattern)))
+
+
+def write_config(folder: Path, content: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+# The paper
+
+
+@pytest.mark.parametrize("model, alias", [(model, alias) for model, (_, figures) in PAPER.items() for alias in figures])
+def test_gives_the_papers_figure_to_the_last_digit(model: str, alias: str) -> None:
+    [row] = [row for row in paper_estimate(model)["configurations"] if row["alias"] == alias]
+    assert f"{row['state_bytes'] / MIB:.4f}" == f"{PAPER[model][1][alias]:.4f}"
+
+
+def test_the_papers_models_are_all_there() -> None:
+    assert list(MODELS) == list(PAPER)
+
+
+@pytest.mark.parametrize("model, tied", [("gpt2-small", 124_439_808), ("llama-3.2-1b", 1_235_814_400)])
+def test_tied_weights_count_once(model: str, tied: int) -> None:
+    assert run_json(model)["parameters"] == tied
+
+
+# The numbers
+
+
+def test_json_has_what_a_program_needs() -> None:
+    content = run_json("gpt2-small", "--exclude", "transformer.ln_f.*")
+    rows = content.pop("configurations")
+    assert content == {
+        "model": "gpt2-small",
+        "parameters": 124_438_272,
+        "tensors": 146,
+        "excluded": ["transformer.ln_f.weight", "transformer.ln_f.bias"],
+        "world_size": 1,
+        "reference": "adamw[m=bf16,v=bf16]",
+        "reference_bytes": 498_232_320,
+    }
+    assert [row["configuration"] for row in rows] == [str(configuration) for configuration in CATALOG]
+    assert rows[CATALOG.index(REFERENCE)] == {
+        "configuration": "adamw[m=bf16,v=bf16]",
+        "alias": "adamw-16",
+        "state_bytes": 498_232_320,
+        "share_of_reference": 1.0,
+        "bytes_per_parameter": 498_232_320 / 124_438_272,
+        "state_bytes_per_rank": 498_232_320,
+    }
+
+
+def test_promises_what_the_optimizer_holds() -> None:
+    model = ViT(patch=8, dim=48, depth=1, heads=3)
+    model(torch.randn(2, 3, 32, 32)).square().mean().backward()
+    for row in estimate(trainable_shapes(model)):
+        optimizer = BlockOptimizer(model, plan=row.configuration, lr=1e-3)
+        optimizer.step()
+        assert state_bytes(optimizer) == row.state_bytes, str(row.configuration)
+
+
+def test_only_trainable_parameters_count() -> None:
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100).requires_grad_(False))
+    assert trainable_shapes(model) == {"0.weight": (100, 100), "0.bias": (100,)}
+    with pytest.raises(EstimateError, match="no trainable parameters"):
+        trainable_shapes(model.requires_grad_(False))
+
+
+def test_lazy_modules_have_nothing_to_estimate() -> None:
+    with pytest.raises(EstimateError, match="'weight' has no shape yet"):
+        trainable_shapes(nn.LazyLinear(3))
+
+
+def test_names_and_shapes_are_those_the_optimizer_uses() -> None:
+    model = nn.Module()
+    model._orig_mod = nn.ParameterDict({"weight": torch.zeros(6, 5, dtype=torch.complex64), "scale": torch.zeros(())})
+    assert trainable_shapes(model) == {"weight": (6, 5, 2), "scale": ()}
+
+
+# Sharding
+
+SHARDED = {
+    "matrix": (1000, 512),
+    "uneven": (13, 700),
+    "conv": (64, 32, 3, 3),
+    "bias": (8192,),
+    "norm": (64,),
+    "scale": (),
+}
+
+
+def test_a_world_of_one_holds_everything() -> None:
+    for row in estimate(SHARDED):
+        assert row.state_bytes_per_rank == row.state_bytes
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 20])
+def test_ranks_share_the_state(world_size: int) -> None:
+    for row in estimate(SHARDED, world_size=world_size):
+        ranks = [bytes_on_rank(row.configuration, rank, world_size) for rank in range(world_size)]
+        assert row.state_bytes_per_rank == max(ranks)
+        assert sum(ranks) >= row.state_bytes
+        if not row.configuration.switches.factored and row.configuration.mechanism_name != "adafactor":
+            replicated = sum(row.configuration.state_bytes(()) for _ in range(world_size - 1))  # 0-d: not sharded
+            assert sum(ranks) == row.state_bytes + replicated
+
+
+def bytes_on_rank(configuration: Any, rank: int, world_size: int) -> int:
+    """By torch.chunk, which is what FSDP2 cuts with."""
+    total = 0
+    for shape in SHARDED.values():
+        chunks = torch.empty(shape[0], device="meta").chunk(world_size) if shape else []
+        rows = (len(chunks[rank]) if rank < len(chunks) else 0) if shape else None
+        total += configuration.state_bytes(shape, rows=rows)
+    return total
+
+
+def test_a_shard_is_as_small_as_its_whole_tensor() -> None:
+    # 8 x 1024 elements: bf16 as a whole, and so on each rank, though a rank's 1024 elements alone would be fp32
+    [row] = estimate({"weight": (8, 1024)}, ["adamw-16"], world_size=8)
+    assert row.state_bytes_per_rank == 2 * 2 * 1024
+
+
+def test_world_size_adds_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "vit", "--world-size", "4", "--configuration", "adamw-16"]) == 0
+    out = capsys.readouterr().out
+    assert "over 4 ranks" in out
+    assert "per rank" in out
+    assert "10.5 MiB" in out
+
+
+@pytest.mark.parametrize("size", ["0", "-2", "many", "1.5"])
+def test_world_size_is_a_positive_number(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert repr(size) in run_error(capsys, "estimate", "vit", f"--world-size={size}")
+
+
+# Choosing tensors and configurations
+
+
+def test_excluding_nothing_is_an_error_that_shows_close_names(capsys: pytest.CaptureFixture[str]) -> None:
+    message = run_error(capsys, "estimate", "vit", "--exclude", "norm.*", "--exclude", "pos_embedding")
+    assert "'pos_embedding'" in message
+    assert "pos_embed," in message
+
+
+def test_excluding_everything_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no parameters" in run_error(capsys, "estimate", "vit", "--exclude", "*")
+
+
+def test_excluded_tensors_keep_their_order() -> None:
+    shapes = {"a.bias": (1,), "a.weight": (2,), "b.bias": (3,)}
+    assert split_excluded(shapes, ["b.*", "*.bias"]) == ({"a.weight": (2,)}, {"a.bias": (1,), "b.bias": (3,)})
+    assert split_excluded(shapes, []) == (shapes, {})
+
+
+def test_configurations_outside_the_catalog() -> None:
+    given = ["adamw[m=bf16,v=int8]", "adamw-8", "adamw[m=int8,v=int8]"]
+    content = run_json("vit", *(argument for spelling in given for argument in ("--configuration", spelling)))
+    assert [row["configuration"] for row in content["configurations"]] == [given[0], given[2]]
+    assert parse(given[0]) not in CATALOG
+
+
+def test_a_wrong_configuration_is_an_error_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Did you mean 'adamw'?" in run_error(capsys, "estimate", "vit", "--configuration", "adanw-8")
+
+
+def test_sorting_by_state() -> None:
+    sizes = [row["state_bytes"] for row in run_json("vit", "--sort", "state")["configurations"]]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_table_says_what_was_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "frozen.py"
+    source.write_text(
+        "from baoc.models import ViT\n"
+        "def build():\n"
+        "    model = ViT()\n"
+        "    model.patch_embed.requires_grad_(False)\n"
+        "    return model\n"
+    )
+    assert main(["estimate", f"{source}:build", "--exclude", "*.bias"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{source}:build (ViT): 10,627,968 parameters in 40 tensors"
+    assert lines[1].startswith("excluded: 25,738 parameters in 38 tensors, blocks.0.norm1.bias, ")
+    assert lines[1].endswith(" and 34 more")
+    assert lines[2] == "frozen, so without state: 295,296 parameters in 2 tensors"
+    assert lines[4].split() == ["configuration", "short", "name", "state", "of", "AdamW16", "bytes/parameter"]
+    assert len(lines) == 6 + len(CATALOG)
+
+
+# Naming a model
+
+FUNCTIONS = """
+from dataclasses import dataclass
+from torch import nn
+import neighbour
+
+@dataclass
+class Setup:
+    model: nn.Module
+
+def module():
+    print("building")
+    return neighbour.linear()
+
+def holder():
+    return Setup(model=module())
+
+def several():
+    return module(), "tokenizer"
+
+def nothing():
+    pass
+
+def broken():
+    raise RuntimeError("no data here\\nand a second line")
+
+def needs(size):
+    return nn.Linear(size, size)
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    (tmp_path / "neighbour.py").write_text("from torch import nn\ndef linear(): return nn.Linear(10, 20)\n")
+    return path
+
+
+@pytest.mark.parametrize("name", ["module", "holder", "several"])
+def test_a_function_of_a_file(functions: Path, name: str) -> None:
+    before = list(sys.path)
+    assert run_json(f"{functions}:{name}")["parameters"] == 220
+    assert sys.path == before
+
+
+def test_a_function_is_called_on_the_meta_device(functions: Path) -> None:
+    assert {param.device.type for param in resolve(f"{functions}:module").parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    "name, parts",
+    [
+        (":missing", ["has no function 'missing'", "It has Setup, module, holder, several"]),
+        (":", ["which function", "functions.py:function"]),
+        ("", ["which function", "functions.py:function"]),
+        (":nothing", ["returned None", "nn.Module"]),
+        (":broken", ["failed on the meta device (line 24): RuntimeError: no data here"]),
+        (":needs", ["TypeError", "missing 1 required positional argument: 'size'"]),
+    ],
+)
+def test_a_function_that_is_not_right(
+    functions: Path, name: str, parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = run_error(capsys, "estimate", f"{functions}{name}")
+    for part in parts:
+        assert part in message
+
+
+def test_a_file_that_does_not_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import no_such_package\n")
+    message = run_error(capsys, "estimate", f"{path}:build")
+    assert "cannot be imported (line 1): ModuleNotFoundError: No module named 'no_such_package'" in message
+
+
+@pytest.mark.parametrize("path", ["missing.py:build", "./missing.json", "/no/such/folder"])
+def test_a_file_that_is_not_there(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no file" in run_error(capsys, "estimate", path)
+
+
+@pytest.mark.parametrize(
+    "name, close", [("gpt2", "gpt2-small"), ("t5-bse", "t5-base"), ("meta-llama/Llama-3.2-1B", "llama-3.2-1b")]
+)
+def test_an_unknown_name_suggests_close_ones(name: str, close: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = run_error(capsys, "estimate", name)
+    assert repr(name) in message
+    assert f"Did you mean {close}" in message
+    assert all(known in message for known in MODELS)
+
+
+# Config files
+
+
+@pytest.mark.parametrize("architectures, model_class", [(["LlamaModel"], "LlamaModel"), (None, "LlamaForCausalLM")])
+def test_a_transformers_config(tmp_path: Path, architectures: list[str] | None, model_class: str) -> None:
+    path = write_config(tmp_path, TINY_LLAMA | ({"architectures": architectures} if architectures else {}))
+    for place in (path, tmp_path):
+        model = resolve(str(place))
+        assert type(model).__name__ == model_class
+        assert {param.device.type for param in model.parameters()} == {"meta"}
+    layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32
+    assert run_json(str(tmp_path))["parameters"] == 100 * 32 + 2 * layer + 32  # tied, or without a head
+
+
+@pytest.mark.parametrize(
+    "model_type, model_class", [("t5", "T5ForConditionalGeneration"), ("vit", "ViTModel"), ("gpt2", "GPT2LMHeadModel")]
+)
+def test_a_transformers_config_without_architectures(tmp_path: Path, model_type: str, model_class: str) -> None:
+    assert type(resolve(str(write_config(tmp_path, {"model_type": model_type})))).__name__ == model_class
+
+
+def test_a_diffusers_config(tmp_path: Path) -> None:
+    write_config(tmp_path, TINY_UNET)
+    model = resolve(str(tmp_path))
+    assert type(model).__name__ == "UNet2DModel"
+    content = run_json(str(tmp_path / "config.json"))
+    assert content["parameters"] == sum(param.numel() for param in model.parameters()) > 100_000
+
+
+@pytest.mark.parametrize(
+    "content, part",
+    [
+        ({"hidden_size": 3}, "neither"),
+        ([1, 2], "neither"),
+        ({"model_type": "lama"}, "Did you mean llama"),
+        (TINY_LLAMA | {"architectures": ["LlamaForEverything"]}, "'LlamaForEverything'"),
+        (TINY_LLAMA | {"hidden_size": "wide"}, "cannot be built"),
+        ({"_class_name": "NoSuchModel"}, "'NoSuchModel'"),
+        ({"_class_name": "DDPMScheduler"}, "is not a model"),
+    ],
+)
+def test_a_config_that_is_not_right(
+    tmp_path: Path, content: object, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert part in run_error(capsys, "estimate", str(write_config(tmp_path, content)))
+
+
+def test_a_config_that_is_not_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    assert "is not JSON" in run_error(capsys, "estimate", str(path))
+
+
+def test_a_folder_without_a_config_points_to_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "unet").mkdir()
+    write_config(tmp_path / "unet", TINY_UNET)
+    message = run_error(capsys, "estimate", str(tmp_path))
+    assert "has no config.json" in message
+    assert str(tmp_path / "unet") in message
+
+
+@pytest.mark.parametrize("package, model", [("transformers", "gpt2-small"), ("diffusers", "sd15-unet")])
+def test_a_missing_package_says_how_to_get_it(
+    package: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    message = run_error(capsys, "estimate", model)
+    assert package in message
+    assert "pip install 'baoc[models]'" in message
+
+
+# The ViT
+
+
+def test_vit_learns() -> None:
+    torch.manual_seed(0)
+    model = ViT(image=16, patch=4, channels=1, classes=3, dim=24, depth=2, heads=4)
+    images, labels = torch.randn(12, 1, 16, 16), torch.arange(12) % 3
+    assert model(images).shape == (12, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(60):
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        assert all(param.grad is not None for param in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(1.0986, abs=0.2)  # log 3
+    assert losses[-1] < 0.2
+
+
+def test_vit_tells_an_image_by_where_its_patches_are() -> None:
+    torch.manual_seed(0)
+    model = ViT(image=32, patch=8, dim=48, depth=2, heads=3)
+    image = torch.randn(1, 3, 32, 32)
+    swapped = image.roll(8, dims=-1)
+    assert not torch.allclose(model(image), model(swapped), atol=1e-6)
+    nn.init.zeros_(model.pos_embed)
+    torch.testing.assert_close(model(image), model(swapped))
+
+
+@pytest.mark.parametrize("sizes, part", [({"image": 30}, "30 pixels"), ({"dim": 100}, "dim 100")])
+def test_vit_refuses_sizes_that_do_not_divide(sizes: dict[str, int], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        ViT(**sizes)
+
+
+# The command itself
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["estimate", "--help"], ["--version"]])
+def test_help_is_there(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 0
+    assert "baoc" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["estimat"], ["estimate"], ["estimate", "vit", "--jsn"]])
+def test_a_mistyped_command_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--help" in run_error(capsys, *arguments)
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "estimate" in capsys.readouterr().err
+
+
+def test_help_does_not_load_model_libraries() -> None:
+    code = (
+        "import sys, contextlib, baoc.cli\n"
+        "with contextlib.suppress(SystemExit): baoc.cli.main(['estimate', '--help'])\n"
+        "sys.exit(not {'transformers', 'diffusers'}.isdisjoint(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_output_survives_a_reader_that_leaves() -> None:
+    code = "import sys, baoc.cli; sys.exit(baoc.cli.main(['estimate', 'vit']))"
+    command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    command.stdout.close()
+    assert command.stderr is not None
+    assert command.stderr.read() == ""
+    assert command.wait() == 0

@@ -1,0 +1,103 @@
+"""The kernels agree, and what must not grow does not grow."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from baoc import BlockOptimizer, kernels
+from baoc.kernels import eager
+from tests.cases import SHAPES, by_configuration, gradients, train
+from tests.memory import PeakMemory
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+COMPILED = ("adamw-16", "adamw-8", "adamw[m=bf16,v=factored]", "adafactor-32", "sgdwm-8")
+MATRICES = [shape for name, shape in SHAPES.items() if name in ("odd matrix", "rows of several groups", "just large")]
+
+
+@pytest.mark.parametrize(**by_configuration)
+def test_tiles_do_not_change_the_result(configuration, monkeypatch):
+    """Bitwise, but for sums over rows, whose order follows the tiles."""
+    results = []
+    for tile_numel in (1 << 16, 700):
+        monkeypatch.setattr(eager, "TILE_NUMEL", tile_numel)
+        param = nn.Parameter(torch.ones(61, 83))
+        train(BlockOptimizer([param], plan=configuration), param, gradients((61, 83), 3))
+        results.append(param.detach())
+    if configuration.switches.factored or configuration.mechanism.normalizes:
+        torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(**by_configuration)
+def test_no_copy_of_a_whole_state_is_made(configuration):
+    """A step's temporaries are tiles, however large the parameter is."""
+    param = nn.Parameter(torch.randn(2048, 1024))
+    optimizer = BlockOptimizer([param], plan=configuration)
+    train(optimizer, param, gradients((2048, 1024), 1))
+    param.grad = torch.randn(2048, 1024)
+    with PeakMemory() as memory:
+        optimizer.step()
+    tile = eager.TILE_NUMEL * 4
+    assert memory.peak <= 20 * tile < param.numel() * 4
+
+
+@needs_compiler
+@pytest.mark.xdist_group("compile")
+@pytest.mark.parametrize("configuration", COMPILED)
+def test_compiled_equals_eager(configuration):
+    for shape in MATRICES:
+        params = {name: nn.Parameter(torch.ones(shape)) for name in ("eager", "compiled")}
+        for name, param in params.items():
+            optimizer = BlockOptimizer([param], lr=1e-2, plan=configuration, kernel=name)
+            train(optimizer, param, gradients(shape, 4))
+        torch.testing.assert_close(params["eager"], params["compiled"], rtol=1e-5, atol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.xdist_group("compile")
+@pytest.mark.parametrize("configuration", COMPILED)
+def test_compilations_do_not_grow_with_steps_rates_or_tensors(configuration):
+    def graphs_after(shapes, steps) -> int:
+        params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        optimizer = BlockOptimizer(params, plan=configuration, kernel="compiled")
+        for step in range(steps):
+            optimizer.param_groups[0].update(lr=10.0**-step, betas=(0.9 - 0.01 * step, 0.99), weight_decay=0.1 * step)
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+        return counters["stats"]["unique_graphs"]
+
+    first = graphs_after([(64, 64), (65, 300), (70, 512)], steps=2)
+    again = graphs_after([(80 + i, 256 + 7 * i) for i in range(30)] + [(90, 64), (77, 200)], steps=6)
+    assert again == first
+
+
+def test_the_choice_of_kernel_is_reported(caplog):
+    param = nn.Parameter(torch.ones(4))
+    optimizer = BlockOptimizer([param])
+    assert optimizer.kernel.startswith("eager on cpu: ")
+    with caplog.at_level(logging.INFO, logger="baoc"):
+        train(optimizer, param, gradients((4,), 3))
+    assert [record.getMessage() for record in caplog.records] == [f"kernel {optimizer.kernel}"]
+
+
+def test_an_unknown_kernel_is_refused():
+    with pytest.raises(ValueError, match="unknown kernel 'fast'.*'auto', 'eager', 'compiled'"):
+        BlockOptimizer([nn.Parameter(torch.ones(4))], kernel="fast")
+
+
+def test_without_a_compiler_auto_falls_back_and_compiled_says_why(monkeypatch):
+    monkeypatch.setattr(kernels, "_obstacle_to_compiling", lambda device: "no C++ compiler was found")
+    kernels.choose.cache_clear()
+    device = torch.device("cuda:0")
+    assert "no C++ compiler" in str(kernels.choose("auto", device))
+    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler was found. Use kernel='eager'"):
+        kernels.choose("compiled", device)
+    kernels.choose.cache_clear()

@@ -1,0 +1,110 @@
+"""Changing configurations in the middle of training keeps training."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from baoc import Block, BlockOptimizer, Plan, parse, state_bytes
+from tests.cases import CONFIGURATIONS, gradients, train, trained
+from tests.memory import PeakMemory
+
+SHAPE = (70, 96)
+
+
+def shares_a_slot(pair) -> bool:
+    old, new = ({slot.name for slot in configuration.mechanism.slots} for configuration in pair)
+    return bool(old & new)
+
+
+PAIRS = [pair for pair in itertools.permutations(CONFIGURATIONS, 2) if shares_a_slot(pair)]
+
+
+@pytest.mark.parametrize("lr", [1e-3])
+@pytest.mark.parametrize("old", [c for c in CONFIGURATIONS if c.mechanism.slots], ids=str)
+def test_the_first_update_after_a_migration_is_as_long_as_the_last_before(old, lr):
+    """For every configuration that shares a slot with the old one, and however old the state is."""
+    for age in (3, 60):
+        for new in (pair[1] for pair in PAIRS if pair[0] == old):
+            optimizer, param = trained(old, SHAPE, steps=age, lr=lr, weight_decay=0.0)
+            *_, last, following = gradients(SHAPE, age + 2)
+            before = _update_rms(optimizer, param, last)
+            optimizer.set_plan(new)
+            after = _update_rms(optimizer, param, following)
+            assert before / 2 <= after <= before * 2, f"{old} -> {new} at age {age}: {before:.3g} -> {after:.3g}"
+
+
+def _update_rms(optimizer, param, grad) -> float:
+    previous = param.detach().clone()
+    param.grad = grad
+    optimizer.step()
+    return (param - previous).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("old", CONFIGURATIONS, ids=str)
+def test_state_takes_the_new_layout_and_ages_stay_with_their_slots(old):
+    for new in CONFIGURATIONS:
+        optimizer, param = trained(old, SHAPE, steps=5)
+        optimizer.set_plan(new)
+        train(optimizer, param, gradients(SHAPE, 2))
+        assert state_bytes(optimizer) == new.state_bytes(SHAPE)
+        state = optimizer.state[param]
+        for slot in new.mechanism.slots:
+            inherited = slot.name in {s.name for s in old.mechanism.slots}
+            inferred = slot.name == "v" and new.mechanism_name.startswith("adam") and old.mechanism.momentum
+            assert int(state[f"{slot.name}.age"]) == (7 if inherited or (inferred and new.mechanism.momentum) else 2)
+
+
+def test_a_migration_there_and_back_through_a_wider_format_loses_nothing():
+    optimizer, param = trained("adamw-8", SHAPE, steps=5)
+    before = {key: value.clone() for key, value in optimizer.state[param].items() if torch.is_tensor(value)}
+    optimizer.set_plan("adamw-32")
+    optimizer.set_plan("adamw-8")
+    assert all(torch.equal(optimizer.state[param][key], value) for key, value in before.items())
+
+
+def test_restarting_drops_state():
+    optimizer, param = trained("adamw-32", SHAPE, steps=5)
+    optimizer.set_plan("adamw-16", inherit=False)
+    assert state_bytes(optimizer) == 0
+    train(optimizer, param, gradients(SHAPE, 1))
+    assert optimizer.state[param]["v.age"] == 1
+
+
+def test_an_explicit_lr_scale_is_kept_and_scales_the_step_but_not_the_decay():
+    shape = (8, 8)
+    plan = Plan((Block("b", parse("sgd"), {"0.0": shape}, lr_scale=0.5),))
+    param = nn.Parameter(torch.ones(shape))
+    optimizer = BlockOptimizer([param], lr=0.1, weight_decay=0.0, plan=plan)
+    param.grad = torch.ones(shape)
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full(shape, 0.95))
+    optimizer.set_plan(Plan((Block("b", parse("sgdw"), {"0.0": shape}, lr_scale=0.5),)))
+    optimizer.param_groups[0]["weight_decay"] = 1.0
+    param.grad = torch.zeros(shape)
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full(shape, 0.95 * 0.9))
+    assert optimizer.plan.blocks[0].lr_scale == 0.5
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("adamw-32", "adamw-8"), ("adamw-8", "adamw-32"), ("adamw-32", "sgdm-32"), ("adamw-16", "adamw[m=int8,v=factored]")],
+)
+def test_a_migration_holds_at_most_one_extra_tensor(old, new):
+    params = [nn.Parameter(torch.randn(512, 1024)) for _ in range(4)]
+    optimizer = BlockOptimizer(params, plan=old)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    before = state_bytes(optimizer)
+    held = [tensor for state in optimizer.state.values() for tensor in state.values() if torch.is_tensor(tensor)]
+    with PeakMemory(held) as memory:
+        del held, param
+        optimizer.set_plan(new)
+    one_tensor = params[0].numel() * 4
+    tiles = 8 * (1 << 16) * 4
+    assert memory.peak <= max(before, state_bytes(optimizer)) + one_tensor + tiles

@@ -1,0 +1,192 @@
+"""Wrong input is refused with an error that says what is wrong, and a step that fails leaves everything as it was."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import baoc.kernels
+from baoc import Block, BlockOptimizer, ConfigurationError, Plan, PlanError
+from tests.training import Net, assert_same, backward, mixed_plan, snapshot, train, trained
+
+# ---- arguments ----
+
+
+BAD_SETTINGS = [
+    ({"lr": -1e-3}, "invalid lr: -0.001"),
+    ({"lr": math.nan}, "invalid lr: nan"),
+    ({"lr": math.inf}, "invalid lr: inf"),
+    ({"lr": torch.tensor(-1.0)}, "invalid lr"),
+    ({"lr": torch.tensor([1e-3, 1e-3])}, "Tensor lr must be 1-element"),
+    ({"betas": (1.0, 0.9)}, r"invalid betas\[0\]: 1.0"),
+    ({"betas": (0.9, -0.1)}, r"invalid betas\[1\]: -0.1"),
+    ({"betas": (0.9,)}, "invalid betas"),
+    ({"betas": (0.9, math.nan)}, r"invalid betas\[1\]: nan"),
+    ({"eps": -1e-8}, "invalid eps: -1e-08"),
+    ({"eps": math.nan}, "invalid eps: nan"),
+    ({"weight_decay": -1}, "invalid weight_decay: -1"),
+    ({"beta2_decay": 0.5}, "invalid beta2_decay: 0.5"),
+    ({"clip_threshold": 0.5}, "invalid clip_threshold: 0.5"),
+    ({"adafactor_eps": (-1.0, 1e-3)}, "invalid adafactor_eps"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS)
+def test_bad_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        BlockOptimizer(Net(), **settings)
+    optimizer = BlockOptimizer(Net().parameters())
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=f"param group 1: .*{message}|{message}"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], **settings})
+    assert_same(optimizer.state_dict(), before)
+
+
+def test_an_unknown_configuration_or_kernel_is_refused():
+    with pytest.raises(ConfigurationError, match=r"unknown mechanism 'adamv'.*Did you mean"):
+        BlockOptimizer(Net(), plan="adamv-8")
+    optimizer = BlockOptimizer([nn.Parameter(torch.ones(2))])
+    with pytest.raises(ConfigurationError, match="unknown codec 'int9'"):
+        optimizer.add_param_group({"params": Net().parameters(), "configuration": "sgdm[m=int9]"})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(ValueError, match="unknown kernel 'cuda'"):
+        BlockOptimizer(Net(), kernel="cuda")
+
+
+WEIGHT = nn.Parameter(torch.ones(2))
+BAD_PARAMS = {
+    "iterable of Tensors or dicts": WEIGHT,
+    "ordered collections": [{"params": {WEIGHT}}],
+    "empty parameter list": [],
+    "can only optimize Tensors": [1.0],
+    "non-leaf": [WEIGHT * 2],
+    "Some param names are missing": [("weight", WEIGHT), nn.Parameter(torch.ones(2))],
+    "cannot add param group without names": [
+        {"params": [("weight", WEIGHT)]},
+        {"params": [nn.Parameter(torch.ones(2))]},
+    ],
+    "no trainable parameters": Net().requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("message", BAD_PARAMS)
+def test_params_must_be_what_torch_takes(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        BlockOptimizer(BAD_PARAMS[message])
+
+
+# ---- steps ----
+
+
+def write_nan(model, optimizer):
+    optimizer.param_groups[-1]["lr"] = math.nan
+
+
+def write_two_numbers(model, optimizer):
+    optimizer.param_groups[-1]["lr"] = torch.tensor([0.1, 0.1])
+
+
+def write_bad_betas(model, optimizer):
+    optimizer.param_groups[-1]["betas"] = (math.nan, 0.999)
+
+
+def make_sparse(model, optimizer):
+    model.second.weight.grad = model.second.weight.grad.to_sparse()
+
+
+def leave_a_stale_gradient(model, optimizer):
+    model.second.weight.data = torch.ones(64, 71)
+
+
+def change_shape(model, optimizer):
+    model.second.weight.data = torch.ones(32, 144)
+    model.second.weight.grad = torch.ones(32, 144)
+
+
+SABOTAGES = {
+    write_nan: "param group 1: invalid lr: nan",
+    write_two_numbers: "param group 1: .*lr",
+    write_bad_betas: r"param group 1: invalid betas\[0\]: nan",
+    make_sparse: "'second.weight' has a sparse gradient",
+    leave_a_stale_gradient: "'second.weight'",
+    change_shape: r"'second.weight' has shape \(32, 144\)",
+}
+
+
+@pytest.mark.parametrize("configuration", ["adamw-8", "adafactor", "sgd"])
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_step_that_fails_changes_nothing(configuration, sabotage, steps_before):
+    if sabotage is change_shape and (configuration == "sgd" or not steps_before):
+        pytest.skip("without state any shape is right")
+    model = Net()
+    groups = [[("gain", model.gain)], [item for item in model.named_parameters() if item[0] != "gain"]]
+    optimizer = BlockOptimizer([{"params": group} for group in groups], plan=configuration)
+    train(model, optimizer, range(steps_before))
+    backward(model, 3)
+    weight = model.second.weight
+    data, grad, settings = weight.data, weight.grad, dict(optimizer.param_groups[-1])
+    before = snapshot(model, optimizer)
+    sabotage(model, optimizer)
+    with pytest.raises((RuntimeError, ValueError), match=SABOTAGES[sabotage]):
+        optimizer.step()
+    weight.grad = None
+    weight.data, weight.grad = data, grad
+    optimizer.param_groups[-1].update(settings)
+    assert_same(snapshot(model, optimizer), before)
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_kernel_that_cannot_run_changes_nothing(monkeypatch, steps_before):
+    model = Net()
+    optimizer = BlockOptimizer(model, plan="adamw-8")
+    train(model, optimizer, range(steps_before))
+    backward(model, 3)
+    before = snapshot(model, optimizer)
+
+    def choose(request, device):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(baoc.kernels, "choose", choose)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        optimizer.step()
+    assert_same(snapshot(model, optimizer), before)
+
+
+# ---- plans ----
+
+
+def without(plan: Plan, name: str) -> Plan:
+    keep = (Block(b.name, b.configuration, {k: v for k, v in b.parameters.items() if k != name}) for b in plan.blocks)
+    return Plan(tuple(keep))
+
+
+BAD_PLANS = {
+    "nothing about 'first.bias'": lambda plan: without(plan, "first.bias"),
+    "names 'extra'": lambda plan: Plan((*plan.blocks, Block("more", baoc.parse("sgd"), {"extra": (3,)}))),
+    r"'gain' has shape \(\)": lambda plan: Plan(
+        (*without(plan, "gain").blocks, Block("g", baoc.parse("sgd"), {"gain": (1,)}))
+    ),
+    "'gain' is in two blocks": lambda plan: Plan((*plan.blocks, Block("g", baoc.parse("sgd"), {"gain": ()}))),
+}
+
+
+@pytest.mark.parametrize("message", BAD_PLANS)
+def test_a_plan_must_cover_every_parameter_once(message):
+    model, optimizer = trained("adamw-8")
+    before = snapshot(model, optimizer)
+    with pytest.raises(PlanError, match=message):
+        BlockOptimizer(Net(), plan=BAD_PLANS[message](mixed_plan(model)))
+    with pytest.raises(PlanError, match=message):
+        optimizer.set_plan(BAD_PLANS[message](mixed_plan(model)))
+    assert_same(snapshot(model, optimizer), before)
+
+
+def test_a_plan_and_a_groups_configuration_are_two_answers():
+    model = Net()
+    with pytest.raises(PlanError, match="Drop one of them"):
+        BlockOptimizer([{"params": model.named_parameters(), "configuration": "sgd"}], plan=mixed_plan(model))

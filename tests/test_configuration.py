@@ -1,4 +1,4 @@
-"""One spelling, parsed and printed; every tuple of the paper's Definition 1 is a configuration or refused with a reason."""
+"""One spelling, parsed and printed; every tuple of Definition 1 is a configuration or refused with a reason."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_tuple_is_a_configuration_or_refused(code, bits):
         switches.adaptive and not switches.momentum and not switches.decoupled
     )
     if senseless:
-        with pytest.raises(ConfigurationError, match="makes no sense|decoupled"):
+        with pytest.raises(ConfigurationError, match=r"makes no sense|decoupled"):
             from_switches(switches)
         return
     configuration = from_switches(switches)

@@ -89,7 +89,7 @@ def test_the_choice_of_kernel_is_reported(caplog):
 
 
 def test_an_unknown_kernel_is_refused():
-    with pytest.raises(ValueError, match="unknown kernel 'fast'.*'auto', 'eager', 'compiled'"):
+    with pytest.raises(ValueError, match=r"unknown kernel 'fast'.*'auto', 'eager', 'compiled'"):
         BlockOptimizer([nn.Parameter(torch.ones(4))], kernel="fast")
 
 
@@ -98,6 +98,6 @@ def test_without_a_compiler_auto_falls_back_and_compiled_says_why(monkeypatch):
     kernels.choose.cache_clear()
     device = torch.device("cuda:0")
     assert "no C++ compiler" in str(kernels.choose("auto", device))
-    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler was found. Use kernel='eager'"):
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler was found\. Use kernel='eager'"):
         kernels.choose("compiled", device)
     kernels.choose.cache_clear()

@@ -92,7 +92,13 @@ def test_an_explicit_lr_scale_is_kept_and_scales_the_step_but_not_the_decay():
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("adamw-32", "adamw-8"), ("adamw-8", "adamw-32"), ("adamw-32", "sgdm-32"), ("adamw-16", "adamw[m=int8,v=factored]")],
+    [
+        ("adamw-32", "adamw-8"),
+        ("adamw-8", "adamw-32"),
+        ("adamw-32", "sgdm-32"),
+        ("adamw-16", "adamw[m=int8,v=factored]"),
+        ("adamw[m=bf16,v=fp32]", "adamw[m=fp32,v=bf16]"),
+    ],
 )
 def test_a_migration_holds_at_most_one_extra_tensor(old, new):
     params = [nn.Parameter(torch.randn(512, 1024)) for _ in range(4)]

@@ -123,21 +123,6 @@ def test_lr_scales_are_resumed_to_the_bit(plan_given):
     assert_same_training(model, optimizer, twin, resumed)
 
 
-def test_blocks_of_one_name_keep_their_lr_scales():
-    model = Net()
-    names = list(shapes(model).items())
-    plan = Plan(
-        (
-            Block("same", parse("adamw-8"), dict(names[:2]), lr_scale=2.0),
-            Block("same", parse("sgdm-8"), dict(names[2:]), lr_scale=3.0),
-        )
-    )
-    optimizer = BlockOptimizer(model, plan=plan)
-    loaded = BlockOptimizer(Net(), plan=plan)
-    loaded.load_state_dict(optimizer.state_dict())
-    assert loaded.plan == optimizer.plan
-
-
 def test_a_mixed_plan_is_resumed_with_or_without_naming_it():
     model = Net()
     optimizer = BlockOptimizer(model, plan=mixed_plan(model, lr_scale=0.5))
@@ -237,11 +222,13 @@ def test_the_rehearsal_of_distributed_checkpoints_is_no_step(configuration):
     state_dict = get_optimizer_state_dict(model, optimizer)
     assert not any(ages(optimizer))
     assert_same(dict(model.named_parameters()), before)
-    assert set(state_dict["state"]) == (set(shapes(model)) if configuration.mechanism.slots else set())
+    filled = {name for name, entry in state_dict["state"].items() if entry}
+    assert filled == (set(shapes(model)) if configuration.mechanism.slots else set())
     twin = Net()
     assert_same_training(model, optimizer, twin, BlockOptimizer(twin, plan=configuration, lr=torch.tensor(0.01)))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("plan", [*REPRESENTATIVE, "mixed"])
 @pytest.mark.parametrize("options", DCP_OPTIONS)
 def test_distributed_checkpoints_resume_to_the_bit(plan, options, tmp_path):
@@ -317,6 +304,18 @@ def test_torchs_checkpoint_is_migrated_into_any_plan():
         train(twin, ours, range(3, 5))
         assert {block.configuration for block in ours.plan.blocks} == {configuration}
         assert baoc.state_bytes(ours) == ours.plan.state_bytes
+
+
+def test_torchs_state_is_laid_out_as_ours():
+    """State from torch has the parameter's strides; compiled kernels see every buffer as one flat row."""
+    weight = nn.Parameter(torch.randn(64, 72).t())
+    theirs = torch.optim.AdamW([weight])
+    weight.grad = torch.randn(72, 64)
+    theirs.step()
+    ours = BlockOptimizer([weight])
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.state[weight]["m"].is_contiguous()
+    assert_same(ours.state[weight]["m"], theirs.state[weight]["exp_avg"])
 
 
 # ---- another plan ----

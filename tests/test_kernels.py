@@ -74,8 +74,9 @@ def test_compilations_do_not_grow_with_steps_rates_or_tensors(configuration):
             optimizer.step()
         return counters["stats"]["unique_graphs"]
 
-    first = graphs_after([(64, 64), (65, 300), (70, 512)], steps=2)
-    again = graphs_after([(80 + i, 256 + 7 * i) for i in range(30)] + [(90, 64), (77, 200)], steps=6)
+    # one of each kind of matrix: square, short rows, exactly one group, whole groups, a group that is not full
+    first = graphs_after([(64, 64), (90, 64), (80, 256), (70, 512), (65, 300)], steps=2)
+    again = graphs_after([(81 + i, 257 + 7 * i) for i in range(30)] + [(77, 200), (83, 1024), (99, 256)], steps=6)
     assert again == first
 
 

@@ -46,6 +46,12 @@ def test_bad_settings_are_refused(settings, message):
     assert_same(optimizer.state_dict(), before)
 
 
+def test_bad_defaults_are_refused_though_no_group_uses_them():
+    """As torch does: a later group would."""
+    with pytest.raises(ValueError, match="invalid lr: -1"):
+        BlockOptimizer([{"params": Net().parameters(), "lr": 0.1}], lr=-1.0)
+
+
 def test_an_unknown_configuration_or_kernel_is_refused():
     with pytest.raises(ConfigurationError, match=r"unknown mechanism 'adamv'.*Did you mean"):
         BlockOptimizer(Net(), plan="adamv-8")

@@ -24,7 +24,10 @@ def losses(corpus, plan: str) -> list[float]:
     results = []
     for seed in SEEDS:
         *_, (_, _, model, _) = train(
-            corpus, lambda model: baoc.BlockOptimizer(model, lr=1e-3, weight_decay=0.1, plan=plan), seed=seed, steps=STEPS
+            corpus,
+            lambda model: baoc.BlockOptimizer(model, lr=1e-3, weight_decay=0.1, plan=plan),
+            seed=seed,
+            steps=STEPS,
         )
         results.append(held_out_loss(corpus, model))
     return results

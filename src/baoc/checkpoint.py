@@ -115,7 +115,12 @@ def _fitted(member: Member, configuration: Configuration, state: ParamState) -> 
                 f"parameter {member.name!r} has shape {member.shape} and needs {key!r} as {buffer.dtype} of shape "
                 f"{buffer.shape} for {configuration}, but the checkpoint holds {held}. Is it of another model?"
             )
-        fitted[key] = tensor.clone() if key.endswith(".age") else tensor.to(member.param.device)
+        fitted[key] = tensor.clone() if key.endswith(".age") else tensor.to(member.param.device).contiguous()
     for stored in layout.slots:
-        fitted.setdefault(stored.age_key, int(state.get(stored.age_key, 0)))
+        if stored.age_key not in state:
+            raise CheckpointError(
+                f"the checkpoint's state of parameter {member.name!r} has no {stored.age_key!r}: it is damaged. Load "
+                "another one, or start without state."
+            )
+        fitted.setdefault(stored.age_key, int(state[stored.age_key]))
     return fitted

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from baoc.configuration import CATALOG, REFERENCE, Configuration, parse
 from baoc.plan import canonical_name
-from baoc.spec import Shape
+from baoc.spec import Shape, real_shape
 
 
 class EstimateError(ValueError):
@@ -86,8 +86,7 @@ def trainable_shapes(model: nn.Module) -> dict[str, Shape]:
         if is_lazy(param):
             raise EstimateError(f"{name!r} has no shape yet: it belongs to a lazy module. Run the model once before.")
         if param.requires_grad:
-            # The optimizer sees a complex tensor as a real one with a last dim of 2.
-            shapes[canonical_name(name)] = (*param.shape, 2) if param.is_complex() else tuple(param.shape)
+            shapes[canonical_name(name)] = real_shape(param)
     if not shapes:
         raise EstimateError(f"{type(model).__name__} has no trainable parameters: all have requires_grad=False.")
     return shapes

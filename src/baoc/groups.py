@@ -7,7 +7,7 @@ A group's ``assignments`` list runs parallel to its ``params``. Being plain data
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from baoc.configuration import Configuration, Layout, parse
 from baoc.plan import Block, canonical_name
-from baoc.spec import Hyper, Shape
+from baoc.spec import Hyper, Shape, real_shape
 
 Group = dict[str, Any]
 Assignment = dict[str, Any]
@@ -37,9 +37,7 @@ class Member:
 
     @property
     def shape(self) -> Shape:
-        """As layouts see it: a complex parameter is a real one with a last dim of 2."""
-        shape = tuple(self.param.shape)
-        return (*shape, 2) if self.param.is_complex() else shape
+        return real_shape(self.param)
 
     @property
     def layout(self) -> Layout:
@@ -47,8 +45,12 @@ class Member:
 
 
 def members(groups: Sequence[Group]) -> Iterator[Member]:
+    seen: set[str] = set()
     for index, group in enumerate(groups):
         for name, param, entry in zip(names(group, index), group["params"], group[ASSIGNMENTS]):
+            if name in seen:  # two models in one optimizer may use the same names
+                name = f"{index}.{name}"
+            seen.add(name)
             yield Member(name, param, group, entry["block"], parse(entry["configuration"]), entry["lr_scale"])
 
 
@@ -56,11 +58,12 @@ def assignment(block: str, configuration: Configuration, lr_scale: float | None)
     return {"block": block, "configuration": str(configuration), "lr_scale": lr_scale}
 
 
-def assign(groups: Sequence[Group], blocks: dict[str, Block]) -> None:
+def assign(groups: Sequence[Group], blocks: Mapping[str, Block]) -> None:
     """Write a block for every parameter name into the groups."""
-    for index, group in enumerate(groups):
-        chosen = [blocks[name] for name in names(group, index)]
-        group[ASSIGNMENTS] = [assignment(block.name, block.configuration, block.lr_scale) for block in chosen]
+    chosen = iter([blocks[member.name] for member in members(groups)])
+    for group in groups:
+        mine = [next(chosen) for _ in group["params"]]
+        group[ASSIGNMENTS] = [assignment(block.name, block.configuration, block.lr_scale) for block in mine]
 
 
 def names(group: Group, index: int) -> list[str]:
@@ -88,12 +91,11 @@ def real_view(tensor: Tensor) -> Tensor:
 
 def hyper(group: Group, place: str) -> Hyper:
     """The group's numbers as they are now: schedulers write to them between steps."""
-    lr = float(group["lr"])
-    _check(math.isfinite(lr) and lr >= 0, place, "lr", lr, "a finite number >= 0")
+    check_hyper(group, place)
     beta1, beta2 = group["betas"]
     eps1, eps2 = group["adafactor_eps"]
     return Hyper(
-        lr=lr,
+        lr=float(group["lr"]),
         beta1=float(beta1),
         beta2=float(beta2),
         eps=float(group["eps"]),

@@ -125,7 +125,7 @@ def _lr_scale(moves: Sequence[Move]) -> float | None:
     if all(move.lr_scale is None for move in moves) and (same_rule or not any(move.holding.ages for move in moves)):
         return None
     scales = [move.lr_scale or 1.0 for move in moves]
-    mean_scale = sum(scales) / len(scales)
+    mean_scale = scales[0] if len(set(scales)) == 1 else sum(scales) / len(scales)
     if same_rule:
         return mean_scale
     old_square = new_square = 0.0

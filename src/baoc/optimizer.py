@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -78,6 +78,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             "adafactor_eps": adafactor_eps,
             "clip_threshold": clip_threshold,
         }
+        groups.check_hyper(defaults, "the defaults")
         super().__init__(groups.named(params), defaults)
         if isinstance(plan, Plan):
             self._refuse_two_answers()
@@ -93,11 +94,15 @@ class BlockOptimizer(torch.optim.Optimizer):
         index = len(self.param_groups)
         groups.check_hyper({**self.defaults, **param_group}, f"param group {index}")
         group = dict(param_group)
+        self._plan_given |= "configuration" in group
         configuration = parse(group.pop("configuration", self._default))
         super().add_param_group(group)
-        block = Block(f"group {index}" if index else "all", configuration, {})
+        taken = {entry["block"] for earlier in self.param_groups[:index] for entry in earlier[ASSIGNMENTS]}
+        block = f"group {index}" if index else "all"
+        while block in taken:
+            block += "'"
         self.param_groups[index][ASSIGNMENTS] = [
-            groups.assignment(block.name, configuration, None) for _ in self.param_groups[index]["params"]
+            groups.assignment(block, configuration, None) for _ in self.param_groups[index]["params"]
         ]
 
     @torch.no_grad()
@@ -112,22 +117,32 @@ class BlockOptimizer(torch.optim.Optimizer):
         for member in stepping:
             _check_gradient(member)
             self._check_state(member)
+        kernel_of = {device: self._kernel_for(device) for device in {member.param.device for member in stepping}}
         if stepping:
             self._allocate()
-        jobs: dict[torch.device, list[Job]] = {}
+        if self._is_rehearsal(stepping, [hypers[id(member.group)] for member in stepping]):
+            return loss
+        jobs: dict[torch.device, list[Job]] = {device: [] for device in kernel_of}
         for member in stepping:
-            hyper = hypers[id(member.group)]
-            if not self._is_rehearsal(member, hyper):
-                jobs.setdefault(member.param.device, []).append(self._job(member, hyper))
-        for device, device_jobs in jobs.items():
-            self._kernel_for(device).run(device_jobs)
+            jobs[member.param.device].append(self._job(member, hypers[id(member.group)]))
+        for device, kernel in kernel_of.items():
+            kernel.run(jobs[device])
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, with an empty entry for a stateless parameter, or distributed checkpoints would miss it."""
+        packed = super().state_dict()
+        if any(self.state.get(member.param) for member in self._members()):
+            for key in (key for group in packed["param_groups"] for key in group["params"]):
+                packed["state"].setdefault(key, {})
+        return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class, or of ``torch.optim``'s AdamW, Adam, SGD or Adafactor.
 
         torch's own loader would cast codes and scales to the parameter's dtype, so this one stands in its place, hooks
-        included. The checkpoint is checked as a whole before anything is changed.
+        included. The checkpoint is checked as a whole before anything is changed. torch's state dicts do not say which
+        optimizer wrote them: their state is moved into the configurations this one has.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -228,12 +243,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         return groups.members(self.param_groups)
 
     def _shapes(self) -> dict[str, Shape]:
-        shapes: dict[str, Shape] = {}
-        for member in self._members():
-            if member.name in shapes:
-                raise PlanError(f"two parameters are called {member.name!r}. Give every parameter a name of its own.")
-            shapes[member.name] = member.shape
-        return shapes
+        return {member.name: member.shape for member in self._members()}
 
     def _allocate(self) -> None:
         """Give state to every trainable parameter at once, in its plan's layout.
@@ -259,13 +269,12 @@ class BlockOptimizer(torch.optim.Optimizer):
                     "a new optimizer, or put the old shape back."
                 )
 
-    def _is_rehearsal(self, member: Member, hyper: Hyper) -> bool:
+    def _is_rehearsal(self, stepping: Sequence[Member], hypers: Sequence[Hyper]) -> bool:
         """``torch.distributed.checkpoint`` makes state appear by a step with lr 0 and zero gradients: not a step."""
-        if hyper.lr != 0:
+        if any(hyper.lr != 0 for hyper in hypers):
             return False
-        state = self.state.get(member.param, {})
-        fresh = all(int(state[stored.age_key]) == 0 for stored in member.layout.slots)
-        return fresh and not cast(Tensor, member.param.grad).any()
+        ages = (self.state[member.param][stored.age_key] for member in stepping for stored in member.layout.slots)
+        return not any(map(int, ages)) and not any(cast(Tensor, member.param.grad).any() for member in stepping)
 
     def _job(self, member: Member, hyper: Hyper) -> Job:
         state = self.state.get(member.param, {})
@@ -293,6 +302,11 @@ class BlockOptimizer(torch.optim.Optimizer):
 
 def _check_gradient(member: Member) -> None:
     grad = cast(Tensor, member.param.grad)
+    if grad.shape != member.param.shape:
+        raise RuntimeError(
+            f"parameter {member.name!r} has shape {tuple(member.param.shape)}, but its gradient has shape "
+            f"{tuple(grad.shape)}. Clear gradients when a parameter is replaced."
+        )
     if grad.is_sparse:
         raise RuntimeError(
             f"parameter {member.name!r} has a sparse gradient, which BlockOptimizer does not support. Build its "

@@ -77,6 +77,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         block_of: dict[str, Block] = {}
+        names = [block.name for block in self.blocks]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise PlanError(f"two blocks are called {twice!r}. Give every block a name of its own.")
         for block in self.blocks:
             for name in block.parameters:
                 if name in block_of:

@@ -26,6 +26,11 @@ SMALL_NUMEL = 4096
 """Parameters with fewer elements (by their global shape) keep fp32 state in every configuration."""
 
 
+def real_shape(tensor: Tensor) -> Shape:
+    """A parameter's shape as layouts see it: a complex one is a real one with a last dim of 2."""
+    return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
+
+
 @dataclass(frozen=True)
 class Buffer:
     """One stored tensor: what a codec will hold, known from a shape alone.

@@ -18,7 +18,7 @@ def human_bytes(nbytes: float) -> str:
         if abs(size) < 1024 or unit == _UNITS[-1]:
             break
         size /= 1024
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+    return f"{size:.0f} B" if unit == "B" else f"{size:.{2 if unit in _UNITS[3:] else 1}f} {unit}"
 
 
 def human_count(count: int) -> str:

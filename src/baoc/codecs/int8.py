@@ -84,7 +84,7 @@ def to_groups(x: Tensor) -> Tensor:
     """(rows, *trailing) -> (rows, groups, width), the last group padded with zeros."""
     flat = x.reshape(x.shape[0], -1)
     width = min(GROUP, flat.shape[1])
-    padding = -flat.shape[1] % width
+    padding = (width - flat.shape[1] % width) % width
     return (F.pad(flat, (0, padding)) if padding else flat).view(x.shape[0], -1, width)
 
 

@@ -1,7 +1,8 @@
 """The same update through ``torch.compile``: one fused pass over each parameter, on any device.
 
 The number of compilations must not grow with steps, learning rates or tensors. So every number that changes between
-steps enters as a tensor, sizes are dynamic, and a graph is made once per stored form, dtype and number of dims.
+steps enters as a tensor, sizes are dynamic, and a graph is made once per stored form, dtype and kind of shape: square
+or not, rows of one group or several, the last group full or not.
 """
 
 from __future__ import annotations

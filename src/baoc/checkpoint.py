@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from baoc import groups, migrate, torch_state
-from baoc.configuration import Configuration, parse
-from baoc.groups import ASSIGNMENTS, Assignment, Group, Member
+from baoc.configuration import Configuration
+from baoc.groups import ASSIGNMENTS, PLAN_SETTINGS, Assignment, Group, Member
 from baoc.migrate import Holding, Move, ParamState
 from baoc.plan import Block
 
@@ -33,7 +33,7 @@ def prepare(state_dict: dict[str, Any], current: Sequence[Group], *, keep_plan: 
     assignments = [entry for group in saved for entry in group.get(ASSIGNMENTS, [None] * len(group["params"]))]
     loaded = [{**own, **group, "params": own["params"]} for group, own in zip(saved, current)]
     moves = [
-        _move(dataclasses.replace(member, group=group), state_dict["state"].get(key, {}), entry, keep_plan)
+        _move(replace(member, group=group), state_dict["state"].get(key, {}), entry, keep_plan)
         for member, group, key, entry in zip(groups.members(current), _repeated(loaded), keys, assignments)
     ]
     scales = migrate.lr_scales(moves)
@@ -43,9 +43,11 @@ def prepare(state_dict: dict[str, Any], current: Sequence[Group], *, keep_plan: 
     for param, move in zip(params, moves):
         if move.holding.state:
             state[param] = migrate.convert(move.holding, move.block.configuration)
-    written = iter(groups.assignment(m.block.name, m.block.configuration, scales[m.block.name]) for m in moves)
-    for group in loaded:
+    written = iter(groups.assignment(replace(move.block, lr_scale=scales[move.block.name])) for move in moves)
+    for group, own in zip(loaded, current):
         group[ASSIGNMENTS] = [next(written) for _ in group["params"]]
+        if keep_plan:
+            group[PLAN_SETTINGS] = own.get(PLAN_SETTINGS, {})
     return {"state": state, "param_groups": loaded}
 
 
@@ -80,13 +82,14 @@ def _repeated(loaded: Sequence[Group]) -> list[Group]:
 
 def _move(member: Member, entry: dict[str, Any], saved: Assignment | None, keep_plan: bool) -> Move:
     """What a checkpoint holds for one parameter, and the block it goes to. Raises if it does not fit."""
-    own = Block(member.block, member.configuration, {}, member.lr_scale)
+    own = Block(member.block, member.configuration, {}, member.lr_scale, member.risk, member.why)
     if torch_state.is_torch_entry(entry):
         configuration, state = torch_state.read_entry(entry, member.name)
         block, lr_scale = own, None
     elif saved is not None:
-        configuration, state, lr_scale = parse(saved["configuration"]), dict(entry), saved["lr_scale"]
-        block = own if keep_plan else Block(saved["block"], configuration, {}, lr_scale)
+        theirs = groups.read_assignment(saved)
+        configuration, state, lr_scale = theirs.configuration, dict(entry), theirs.lr_scale
+        block = own if keep_plan else theirs
     elif entry:
         raise CheckpointError(
             f"the checkpoint's state of parameter {member.name!r} has the keys {', '.join(map(repr, entry))}, which "

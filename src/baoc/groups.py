@@ -21,6 +21,7 @@ from baoc.spec import Hyper, Shape, real_shape
 Group = dict[str, Any]
 Assignment = dict[str, Any]
 ASSIGNMENTS = "assignments"
+PLAN_SETTINGS = "plan_settings"
 DEFAULT_BETAS = (0.9, 0.999)
 
 
@@ -34,6 +35,8 @@ class Member:
     block: str
     configuration: Configuration
     lr_scale: float | None
+    risk: Mapping[str, float]
+    why: str
 
     @property
     def shape(self) -> Shape:
@@ -51,11 +54,25 @@ def members(groups: Sequence[Group]) -> Iterator[Member]:
             if name in seen:  # two models in one optimizer may use the same names
                 name = f"{index}.{name}"
             seen.add(name)
-            yield Member(name, param, group, entry["block"], parse(entry["configuration"]), entry["lr_scale"])
+            block = read_assignment(entry)
+            yield Member(name, param, group, block.name, block.configuration, block.lr_scale, block.risk, block.why)
 
 
-def assignment(block: str, configuration: Configuration, lr_scale: float | None) -> Assignment:
-    return {"block": block, "configuration": str(configuration), "lr_scale": lr_scale}
+def assignment(block: Block) -> Assignment:
+    """What a group keeps of a parameter's block: plain values that any checkpoint can carry."""
+    return {
+        "block": block.name,
+        "configuration": str(block.configuration),
+        "lr_scale": block.lr_scale,
+        "risk": dict(block.risk),
+        "why": block.why,
+    }
+
+
+def read_assignment(entry: Assignment) -> Block:
+    """The block of an assignment, without its parameters. Distributed checkpoints lose empty values."""
+    configuration = parse(entry["configuration"])
+    return Block(entry["block"], configuration, {}, entry["lr_scale"], entry.get("risk", {}), entry.get("why", ""))
 
 
 def assign(groups: Sequence[Group], blocks: Mapping[str, Block]) -> None:
@@ -63,7 +80,7 @@ def assign(groups: Sequence[Group], blocks: Mapping[str, Block]) -> None:
     chosen = iter([blocks[member.name] for member in members(groups)])
     for group in groups:
         mine = [next(chosen) for _ in group["params"]]
-        group[ASSIGNMENTS] = [assignment(block.name, block.configuration, block.lr_scale) for block in mine]
+        group[ASSIGNMENTS] = [assignment(block) for block in mine]
 
 
 def names(group: Group, index: int) -> list[str]:

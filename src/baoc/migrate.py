@@ -110,6 +110,23 @@ def convert(old: Holding, configuration: Configuration) -> ParamState:
     return state
 
 
+def order(moves: Sequence[Move]) -> list[int]:
+    """In which order to convert, so that old and new state together need as little as possible.
+
+    A parameter's old and new state exist side by side for a moment. Those that shrink go first, small ones before
+    large, to make room; of those that grow the largest go first, while there is room.
+    """
+
+    def sizes(move: Move) -> tuple[int, int]:
+        return move.holding.layout.nbytes, move.block.configuration.state_bytes(move.holding.shape)
+
+    def rank(index: int) -> tuple[bool, int]:
+        old, new = sizes(moves[index])
+        return new > old, -old if new > old else new
+
+    return sorted(range(len(moves)), key=rank)
+
+
 def lr_scales(moves: Sequence[Move]) -> dict[str, float | None]:
     """The lr scale of every block after a move: the plan's own, or one that keeps the length of the block's updates."""
     blocks: dict[str, list[Move]] = {}

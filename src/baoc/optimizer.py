@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from baoc import checkpoint, groups, kernels, migrate
 from baoc.configuration import Configuration, parse
-from baoc.groups import ASSIGNMENTS, Group, Member
+from baoc.groups import ASSIGNMENTS, PLAN_SETTINGS, Group, Member
 from baoc.kernels.update import Job
 from baoc.plan import Block, Plan, PlanError
 from baoc.spec import Hyper, Shape, rounding_phase
@@ -83,7 +83,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         if isinstance(plan, Plan):
             self._refuse_two_answers()
             plan.check(self._shapes())
-            groups.assign(self.param_groups, {name: plan.block_of(name) for name in self._shapes()})
+            self._assign(plan, {name: plan.block_of(name) for name in self._shapes()})
 
     # ---- the torch.optim.Optimizer contract ----
 
@@ -97,12 +97,13 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._plan_given |= "configuration" in group
         configuration = parse(group.pop("configuration", self._default))
         super().add_param_group(group)
+        self.param_groups[index].setdefault(PLAN_SETTINGS, {})
         taken = {entry["block"] for earlier in self.param_groups[:index] for entry in earlier[ASSIGNMENTS]}
         block = f"group {index}" if index else "all"
         while block in taken:
             block += "'"
         self.param_groups[index][ASSIGNMENTS] = [
-            groups.assignment(block, configuration, None) for _ in self.param_groups[index]["params"]
+            groups.assignment(Block(block, configuration, {})) for _ in self.param_groups[index]["params"]
         ]
 
     @torch.no_grad()
@@ -122,12 +123,20 @@ class BlockOptimizer(torch.optim.Optimizer):
             self._allocate()
         if self._is_rehearsal(stepping, [hypers[id(member.group)] for member in stepping]):
             return loss
+        self._before_update(stepping)
         jobs: dict[torch.device, list[Job]] = {device: [] for device in kernel_of}
         for member in stepping:
             jobs[member.param.device].append(self._job(member, hypers[id(member.group)]))
         for device, kernel in kernel_of.items():
             kernel.run(jobs[device])
+        self._after_update()
         return loss
+
+    def _before_update(self, stepping: Sequence[Member]) -> None:
+        """For subclasses: gradients as the update will see them."""
+
+    def _after_update(self) -> None:
+        """For subclasses: a real step was made."""
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with an empty entry for a stateless parameter, or distributed checkpoints would miss it."""
@@ -165,7 +174,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             configurations = sorted({entry["configuration"] for entry in group[ASSIGNMENTS]})
             lines += ["", f"Parameter Group {index}: {len(group['params'])} tensors, {', '.join(configurations)}"]
-            hidden = ("params", "param_names", ASSIGNMENTS)
+            hidden = ("params", "param_names", ASSIGNMENTS, PLAN_SETTINGS)
             lines += [f"    {key}: {group[key]}" for key in sorted(group) if key not in hidden]
         return "\n".join([*lines, ")"])
 
@@ -174,11 +183,17 @@ class BlockOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> Plan:
         """What every parameter is updated with now."""
-        blocks: dict[tuple[str, Configuration, float | None], dict[str, Shape]] = {}
+        blocks: dict[str, list[Member]] = {}
         for member in self._members():
-            key = (member.block, member.configuration, member.lr_scale)
-            blocks.setdefault(key, {})[member.name] = member.shape
-        return Plan(tuple(Block(name, cfg, shapes, scale) for (name, cfg, scale), shapes in blocks.items()))
+            blocks.setdefault(member.block, []).append(member)
+        return Plan(
+            tuple(
+                Block(name, first.configuration, {m.name: m.shape for m in mine}, first.lr_scale, first.risk, first.why)
+                for name, mine in blocks.items()
+                for first in mine[:1]
+            ),
+            self.param_groups[0].get(PLAN_SETTINGS, {}),
+        )
 
     @torch.no_grad()
     def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
@@ -203,16 +218,24 @@ class BlockOptimizer(torch.optim.Optimizer):
                 for m in self._members()
             ]
             scales = migrate.lr_scales(moves)
-            for member, move in zip(list(self._members()), moves):
-                if self.state.get(member.param):
-                    self.state[member.param] = migrate.convert(move.holding, move.block.configuration)
+            params = [member.param for member in self._members()]
+            for index in migrate.order(moves):
+                if self.state.get(params[index]):
+                    move = moves[index]
+                    self.state[params[index]] = migrate.convert(move.holding, move.block.configuration)
             new_blocks = {
                 name: dataclasses.replace(block, lr_scale=scales[block.name]) for name, block in new_blocks.items()
             }
         else:
-            self.state.clear()
-        groups.assign(self.param_groups, new_blocks)
+            for member in self._members():
+                self.state.pop(member.param, None)
+        self._assign(plan, new_blocks)
         self._plan_given = True
+
+    def _assign(self, plan: Plan, blocks: Mapping[str, Block]) -> None:
+        groups.assign(self.param_groups, blocks)
+        for group in self.param_groups:
+            group[PLAN_SETTINGS] = dict(plan.settings)
 
     def _refuse_two_answers(self) -> None:
         asked = next((m for m in self._members() if m.configuration != self._default), None)

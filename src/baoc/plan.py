@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,9 @@ class Block:
     parameters: Mapping[str, Shape]  # name -> global shape
     lr_scale: float | None = None
     """Factor on the group's lr. ``None``: 1 for a new run; matched to the last update when state is inherited."""
+    risk: Mapping[str, float] = field(default_factory=dict)
+    """What the configuration risks for this block, by term; empty in a plan that was made by hand."""
+    why: str = ""
 
     def __post_init__(self) -> None:
         if self.lr_scale is not None and not (math.isfinite(self.lr_scale) and self.lr_scale > 0):
@@ -73,6 +77,8 @@ class Plan:
     """
 
     blocks: tuple[Block, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What it was made for and how well that was solved: budgets, bound, gap, prices, seed. Plain JSON values."""
     _block_of: Mapping[str, Block] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -136,11 +142,14 @@ class Plan:
                 "name": block.name,
                 "configuration": str(block.configuration),
                 "lr_scale": block.lr_scale,
+                "risk": dict(block.risk),
+                "why": block.why,
                 "parameters": {name: list(shape) for name, shape in block.parameters.items()},
             }
             for block in self.blocks
         ]
-        return json.dumps({"format": FORMAT, "version": VERSION, "blocks": blocks}, indent=2)
+        content = {"format": FORMAT, "version": VERSION, "settings": dict(self.settings), "blocks": blocks}
+        return json.dumps(content, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -155,7 +164,8 @@ class Plan:
                 f"the plan file has version {content.get('version')!r}, and this baoc reads version {VERSION}. "
                 "Make the plan again, or use the baoc that wrote it."
             )
-        return cls(tuple(_read_block(entry, index) for index, entry in enumerate(content.get("blocks", ()))))
+        blocks = tuple(_read_block(entry, index) for index, entry in enumerate(content.get("blocks", ())))
+        return cls(blocks, dict(content.get("settings", {})))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         with open(path, "w", encoding="utf-8") as file:
@@ -167,6 +177,7 @@ class Plan:
             return cls.from_json(file.read())
 
     def __str__(self) -> str:
+        explained = any(block.risk or block.why for block in self.blocks)
         rows = [
             [
                 block.name,
@@ -175,15 +186,17 @@ class Plan:
                 str(block.configuration),
                 human_bytes(block.state_bytes),
                 "-" if block.lr_scale is None else f"{block.lr_scale:.3g}",
+                *([_risk_text(block.risk), block.why] if explained else []),
             ]
             for block in self.blocks
         ]
         header = ["block", "tensors", "parameters", "configuration", "state", "lr scale"]
+        header += ["risk", "why"] if explained else []
         share = self.state_bytes / self.reference_bytes if self.reference_bytes else 0.0
         total = (
             f"{human_bytes(self.state_bytes)} of state, {share:.1%} of AdamW16's {human_bytes(self.reference_bytes)}"
         )
-        return f"{table(header, rows, right=header[1:3] + header[4:])}\n{total}"
+        return f"{table(header, rows, right=('tensors', 'parameters', 'state', 'lr scale'))}\n{total}"
 
 
 def _read_block(entry: Any, index: int) -> Block:
@@ -193,11 +206,45 @@ def _read_block(entry: Any, index: int) -> Block:
             configuration=parse(entry["configuration"]),
             parameters={str(name): tuple(int(size) for size in shape) for name, shape in entry["parameters"].items()},
             lr_scale=None if entry.get("lr_scale") is None else float(entry["lr_scale"]),
+            risk={str(term): float(value) for term, value in entry.get("risk", {}).items()},
+            why=str(entry.get("why", "")),
         )
     except KeyError as error:
         raise PlanError(f"block {index} of the plan has no {error.args[0]!r}.") from None
     except (TypeError, AttributeError) as error:
         raise PlanError(f"block {index} of the plan cannot be read: {error}.") from None
+
+
+def _risk_text(risk: Mapping[str, float]) -> str:
+    terms = [f"{term} {value:.2g}" for term, value in risk.items() if value >= 0.0005]
+    return f"{sum(risk.values()):.3f} = {' + '.join(terms)}" if terms else f"{sum(risk.values()):.3f}"
+
+
+def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
+    """Bytes of a budget: a float or "50%" is a share of AdamW16's state, an int is bytes, "1.5GiB" is a size.
+
+    >>> memory_budget(0.5, 1000), memory_budget("50%", 1000), memory_budget(400, 1000), memory_budget("1.5 KiB", 1000)
+    (500, 500, 400, 1536)
+    """
+    share: float | None = None
+    if isinstance(memory, str):
+        match = re.fullmatch(r"([0-9.]+)\s*(%|[KMGT]?i?B)", memory.strip())
+        if match is None or match[1].count(".") > 1:
+            raise PlanError(
+                f"cannot read the budget {memory!r}. Write a size like '1.5GiB', or a share like '50%' or 0.5."
+            )
+        number, unit = float(match[1]), match[2]
+        if unit != "%":
+            power = "BKMGT".index(unit[0])
+            return int(number * (1024 if "i" in unit else 1000) ** power)
+        share = number / 100
+    elif isinstance(memory, float):
+        share = memory
+    if share is not None:
+        if not share >= 0:
+            raise PlanError(f"the memory budget {memory!r} is not a share: it must be a number >= 0, like 0.5.")
+        return int(share * reference_bytes)
+    return int(memory)
 
 
 def _some(names: Iterable[str], shown: int = 3) -> str:

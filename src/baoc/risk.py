@@ -21,12 +21,23 @@ GAMMA = 0.1
 class BlockMetrics(Protocol):
     """What a risk model may know of a block."""
 
-    has_signal: bool
-    anisotropy: float
-    direction_stability: float
-    snr: float
-    distortion: float
-    structure_residual: float | None
+    @property
+    def has_signal(self) -> bool: ...
+
+    @property
+    def anisotropy(self) -> float: ...
+
+    @property
+    def direction_stability(self) -> float: ...
+
+    @property
+    def snr(self) -> float: ...
+
+    @property
+    def distortion(self) -> float: ...
+
+    @property
+    def structure_residual(self) -> float | None: ...
 
     def precision(self, bits: int) -> float: ...
 
@@ -57,11 +68,14 @@ class Anchors:
         return replace(self, anisotropy=(low * (1 + share), high * (1 + share)))
 
 
+DEFAULT_ANCHORS = Anchors()
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a user may change about a risk model."""
 
-    anchors: Anchors = Anchors()
+    anchors: Anchors = DEFAULT_ANCHORS
     weights: Mapping[str, float] = field(default_factory=dict)  # by term; 1 where not given
     gamma: float = GAMMA  # Eq. 2's weight of Agg
     weight_decay: float = 0.01

@@ -3,12 +3,14 @@
 from baoc._version import __version__
 from baoc.checkpoint import CheckpointError
 from baoc.configuration import CATALOG, Configuration, ConfigurationError, parse
+from baoc.configurator import BAOC
 from baoc.measure import state_bytes
 from baoc.optimizer import BlockOptimizer
 from baoc.plan import Block, Plan, PlanError
 from baoc.torch_state import to_torch
 
 __all__ = [
+    "BAOC",
     "CATALOG",
     "Block",
     "BlockOptimizer",

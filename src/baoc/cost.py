@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from baoc import kernels, migrate
-from baoc.configuration import REFERENCE, Configuration
+from baoc.configuration import REFERENCE, Configuration, StoredSlot
 from baoc.kernels.update import Job
 from baoc.spec import SMALL_NUMEL, Hyper, Shape, rounding_phase
 
-REPEATS = 5
-_LARGEST_TIMED = 1 << 18  # elements: beyond, time grows with size alike for all configurations
+REPEATS = 3
+_LARGEST_TIMED = 1 << 17  # elements: beyond, time grows with size alike for all configurations
 _STEP = 0.05  # ratios are rounded to this: noise below it must not decide between plans
 
 
@@ -35,23 +34,31 @@ def memory(blocks: Sequence[Mapping[str, Shape]], configurations: Sequence[Confi
     ).reshape(len(blocks), len(configurations))
 
 
-@dataclass(frozen=True)
-class ShapeClass:
-    """Tensors that are timed as one: of one form, and of about the same size up to one that fills caches."""
+def shape_class(shape: Shape) -> Shape:
+    """The shape that a tensor is timed as: few shapes stand for all, none larger than what fills caches.
 
-    shape: Shape
+    >>> shape_class((50257, 768)), shape_class((768,)), shape_class((320, 320, 3, 3)), shape_class((60, 60))
+    ((170, 768), (1024,), (45, 320, 3, 3), (4095,))
+    """
+    numel = math.prod(shape)
+    if numel == 0:
+        return (0,)
+    if numel < SMALL_NUMEL or len(shape) < 2:  # formats are fp32 or shapeless: only the size matters
+        size = min(4 ** math.ceil(math.log(numel, 4) - 1e-9), _LARGEST_TIMED)
+        return (min(size, SMALL_NUMEL - 1) if numel < SMALL_NUMEL else size,)
+    row = math.prod(shape[1:])
+    return (max(1, -(-SMALL_NUMEL // row), min(shape[0], _LARGEST_TIMED // row)), *shape[1:])
 
-    @classmethod
-    def of(cls, shape: Shape) -> ShapeClass:
-        """
-        >>> ShapeClass.of((50257, 768)).shape, ShapeClass.of((768,)).shape, ShapeClass.of((320, 320, 3, 3)).shape
-        ((341, 768), (1024,), (91, 320, 3, 3))
-        """
-        numel = math.prod(shape)
-        if numel < SMALL_NUMEL or len(shape) < 2:  # formats are fp32 or shapeless: only the size matters
-            return cls((min(1 << max(0, numel - 1).bit_length(), _LARGEST_TIMED),))
-        row = math.prod(shape[1:])
-        return cls((max(1, min(shape[0], _LARGEST_TIMED // row)), *shape[1:]))
+
+Form = tuple[object, tuple[StoredSlot, ...]]
+"""What decides about time: the update rule, and how its slots are really stored. Decay is all but free."""
+
+
+def _form(shape: Shape, configuration: Configuration) -> Form:
+    return type(configuration.mechanism).direction, configuration.layout(shape).slots
+
+
+_MEASURED: dict[tuple[torch.device, str], dict[tuple[Shape, Form], float]] = {}
 
 
 class TimeModel:
@@ -61,40 +68,42 @@ class TimeModel:
         self.device = torch.device(device)
         self._kernel = kernels.choose(kernel, self.device).kernel
         self._repeats = repeats
-        self._seconds: dict[tuple[Shape, Configuration], float] = {}
+        # shared by all models of time for one device and kernel: in one process the same plan comes out every time
+        self._seconds = _MEASURED.setdefault((self.device, self._kernel.name), {})
 
     def ratios(
         self, blocks: Sequence[Mapping[str, Shape]], configurations: Sequence[Configuration]
     ) -> NDArray[np.float64]:
-        """R of every block under every configuration: (blocks, configurations)."""
+        """Time ratio of every block under every configuration: (blocks, configurations)."""
         wanted = list(dict.fromkeys((*configurations, REFERENCE)))
-        self._measure({ShapeClass.of(shape).shape for block in blocks for shape in block.values()}, wanted)
+        for shape in sorted({shape_class(shape) for block in blocks for shape in block.values()}):
+            self._measure(shape, wanted)
         rows = []
         for block in blocks:
             seconds = {c: sum(self._seconds_for(shape, c) for shape in block.values()) for c in wanted}
-            unit = seconds[REFERENCE] or 1.0
-            rows.append([round(seconds[c] / unit / _STEP) * _STEP for c in configurations])
+            unit = seconds[REFERENCE]
+            # an empty block costs what AdamW16 costs it: it must not make room for slower ones
+            rows.append([round(seconds[c] / unit / _STEP) * _STEP if unit else 1.0 for c in configurations])
         return np.array(rows, dtype=np.float64).reshape(len(blocks), len(configurations))
 
     def _seconds_for(self, shape: Shape, configuration: Configuration) -> float:
-        timed = ShapeClass.of(shape).shape
-        scale = max(1.0, math.prod(shape) / max(1, math.prod(timed)))
-        return self._seconds[timed, configuration] * scale if math.prod(shape) else 0.0
+        timed = shape_class(shape)
+        if not math.prod(timed):
+            return 0.0
+        return self._seconds[timed, _form(timed, configuration)] * max(1.0, math.prod(shape) / math.prod(timed))
 
-    def _measure(self, shapes: Iterable[Shape], configurations: Sequence[Configuration]) -> None:
-        for shape in sorted(shapes):
-            missing = [c for c in configurations if (shape, c) not in self._seconds]
-            if not missing or not math.prod(shape):
-                continue
-            jobs = {c: self._job(shape, c) for c in missing}
-            samples: dict[Configuration, list[float]] = {c: [] for c in missing}
-            for repeat in range(self._repeats + 1):  # interleaved: a slow moment of the machine hits all alike
-                for configuration, job in jobs.items():
-                    seconds = self._time(job)
-                    if repeat:  # the first warms up, or compiles
-                        samples[configuration].append(seconds)
-            for configuration, values in samples.items():
-                self._seconds[shape, configuration] = statistics.median(values)
+    def _measure(self, shape: Shape, configurations: Sequence[Configuration]) -> None:
+        if not math.prod(shape):
+            return
+        forms = {_form(shape, c): c for c in reversed(configurations)}
+        jobs = {form: self._job(shape, c) for form, c in forms.items() if (shape, form) not in self._seconds}
+        samples: dict[Form, list[float]] = {form: [] for form in jobs}
+        for repeat in range(self._repeats + 1):  # interleaved: a slow moment of the machine hits all alike
+            for form, job in jobs.items():
+                seconds = self._time(job)
+                if repeat:  # the first warms up, or compiles
+                    samples[form].append(seconds)
+        self._seconds.update({(shape, form): statistics.median(values) for form, values in samples.items()})
 
     def _job(self, shape: Shape, configuration: Configuration) -> Job:
         layout, mechanism = configuration.layout(shape), configuration.mechanism

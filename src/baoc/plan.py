@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import numbers
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -164,8 +165,10 @@ class Plan:
                 f"the plan file has version {content.get('version')!r}, and this baoc reads version {VERSION}. "
                 "Make the plan again, or use the baoc that wrote it."
             )
-        blocks = tuple(_read_block(entry, index) for index, entry in enumerate(content.get("blocks", ())))
-        return cls(blocks, dict(content.get("settings", {})))
+        blocks, settings = content.get("blocks"), content.get("settings", {})
+        if not isinstance(blocks, list) or not isinstance(settings, dict):
+            raise PlanError('the plan file is damaged: "blocks" must be a list, and "settings" an object.')
+        return cls(tuple(_read_block(entry, index) for index, entry in enumerate(blocks)), settings)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         with open(path, "w", encoding="utf-8") as file:
@@ -204,15 +207,23 @@ def _read_block(entry: Any, index: int) -> Block:
         return Block(
             name=str(entry["name"]),
             configuration=parse(entry["configuration"]),
-            parameters={str(name): tuple(int(size) for size in shape) for name, shape in entry["parameters"].items()},
+            parameters={str(name): _read_shape(shape) for name, shape in entry["parameters"].items()},
             lr_scale=None if entry.get("lr_scale") is None else float(entry["lr_scale"]),
             risk={str(term): float(value) for term, value in entry.get("risk", {}).items()},
             why=str(entry.get("why", "")),
         )
+    except PlanError:
+        raise
     except KeyError as error:
         raise PlanError(f"block {index} of the plan has no {error.args[0]!r}.") from None
-    except (TypeError, AttributeError) as error:
-        raise PlanError(f"block {index} of the plan cannot be read: {error}.") from None
+    except (TypeError, AttributeError, ValueError) as error:
+        raise PlanError(f"block {index} of the plan cannot be read: {error}") from None
+
+
+def _read_shape(shape: Any) -> Shape:
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"a shape is {shape!r}; it must be a list of whole numbers.")
+    return tuple(shape)
 
 
 def _risk_text(risk: Mapping[str, float]) -> str:
@@ -226,25 +237,25 @@ def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
     >>> memory_budget(0.5, 1000), memory_budget("50%", 1000), memory_budget(400, 1000), memory_budget("1.5 KiB", 1000)
     (500, 500, 400, 1536)
     """
-    share: float | None = None
     if isinstance(memory, str):
-        match = re.fullmatch(r"([0-9.]+)\s*(%|[KMGT]?i?B)", memory.strip())
-        if match is None or match[1].count(".") > 1:
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%|B|[KMGT]i?B)", memory.strip())
+        if match is None:
             raise PlanError(
                 f"cannot read the budget {memory!r}. Write a size like '1.5GiB', or a share like '50%' or 0.5."
             )
         number, unit = float(match[1]), match[2]
-        if unit != "%":
-            power = "BKMGT".index(unit[0])
-            return int(number * (1024 if "i" in unit else 1000) ** power)
-        share = number / 100
-    elif isinstance(memory, float):
-        share = memory
-    if share is not None:
-        if not share >= 0:
-            raise PlanError(f"the memory budget {memory!r} is not a share: it must be a number >= 0, like 0.5.")
-        return int(share * reference_bytes)
-    return int(memory)
+        if unit == "%":
+            return memory_budget(number / 100, reference_bytes)
+        return int(number * (1024 if "i" in unit else 1000) ** "BKMGT".index(unit[0]))
+    if isinstance(memory, numbers.Integral) and not isinstance(memory, bool):
+        return int(memory)
+    try:
+        share = float(memory)
+    except (TypeError, ValueError):
+        share = math.nan
+    if not (math.isfinite(share) and share >= 0) or isinstance(memory, bool):
+        raise PlanError(f"the memory budget {memory!r} is not a share: it must be a number >= 0, like 0.5.")
+    return int(share * reference_bytes)
 
 
 def _some(names: Iterable[str], shown: int = 3) -> str:

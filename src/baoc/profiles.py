@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,10 @@ class Profile:
     @property
     def shapes(self) -> dict[str, Shape]:
         return {name: record.shape for name, record in self.records.items()}
+
+    def with_names(self, rename: Callable[[str], str]) -> Profile:
+        """The same records under other names."""
+        return replace(self, records={rename(name): record for name, record in self.records.items()})
 
     @classmethod
     def from_sampler(cls, sampler: Sampler, params: Mapping[str, Tensor]) -> Profile:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from baoc.spec import Shape, real_shape
 RATIO = 0.001
 FLOOR = 256
 """A tensor is not judged on fewer coordinates than this, unless it has fewer."""
+_SETTINGS = ("ratio", "floor", "seed", "betas")
 _FEW_MATRICES = 8  # of a stack, such as experts: enough not to judge all by one
 
 
@@ -169,7 +171,7 @@ class Sampler:
     @torch.no_grad()
     def observe(self, params: Mapping[str, Tensor]) -> bool:
         """Take in the gradients as the optimizer sees them. A step with a non-finite one is skipped and counted."""
-        taken = {name: self._gradient(name, param) for name, param in params.items()}
+        taken = {name: self._gradient(name, params[name]) for name in self.streams}
         squares = {name: float(grad.double().square().sum()) for name, grad in taken.items()}
         # a square that overflows fp32 would stay in the second moment for good; NaN is not below either
         if not all(square < torch.finfo(torch.float32).max for square in squares.values()):
@@ -184,6 +186,28 @@ class Sampler:
             stream.previous.copy_(grad)
         self.steps += 1
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and the live tensors. Coordinates are not in it: the seed draws them again."""
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        streams = {
+            name: {"first": s.first, "second": s.second, "previous": s.previous, "dots": s.dots, "squares": s.squares}
+            for name, s in self.streams.items()
+        }
+        return {**settings, "steps": self.steps, "skipped": self.skipped, "streams": streams}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> Sampler:
+        """Go on where another sampler stopped."""
+        named = {name: params[name] for name in state["streams"]}
+        sampler = cls(named, **{name: state[name] for name in _SETTINGS})
+        sampler.steps, sampler.skipped = state["steps"], state["skipped"]
+        for name, saved in state["streams"].items():
+            stream = sampler.streams[name]
+            for key in ("first", "second", "previous"):
+                getattr(stream, key).copy_(saved[key])
+            stream.dots, stream.squares = list(saved["dots"]), list(saved["squares"])
+        return sampler
 
     def _gradient(self, name: str, param: Tensor) -> Tensor:
         coordinates = self.streams[name].coordinates

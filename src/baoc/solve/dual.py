@@ -1,93 +1,87 @@
 """The Lagrangian dual: the best price per byte and per unit of time.
 
-Put a price p = (p_memory, p_time) >= 0 on what the budgets limit, and the blocks come apart: each takes the configuration with
-the least ``cost + p . weights``, in one vectorised pass. With a_i the cheapest such value of block i,
+Put prices p = (p_memory, p_time) >= 0 on what the budgets limit, and the blocks come apart: each takes the
+configuration with the least ``cost + p . weights``, all in one vectorised pass. Summed over blocks, less what the
+budgets are worth,
 
-    L(p) = sum_i a_i(p) - p . limits
+    L(p) = sum_i min_c (cost_ic + p . weights_ic) - p . limits
 
-is a lower bound on the cost of every feasible assignment, concave and piecewise linear in the two prices. Its maximum is the
-value of the linear relaxation, and the maximising prices are the shadow prices of the budgets.
+is a lower bound on the cost of every assignment within the limits. It is concave and piecewise linear in the two
+prices; its maximum is the value of the linear relaxation, and there the prices are the budgets' shadow prices.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from baoc.solve.problem import Floats, Integers
+from baoc.solve.problem import COST, MEMORY, TIME, Floats, Integers
 
 MOST_PASSES = 80
 MOST_PIVOTS = 40
-TOLERANCE = 1e-9  # of the dual's value: enough to see which entries matter. The bound is valid at any price.
+TOLERANCE = 1e-9  # of L. Any prices give a valid bound, so this decides how much is left to search, not what is found
 
 
 class Dual:
-    """Remembers every pass. A pass is one assignment, and a cut for *any* limits: a frontier shares one `Dual`."""
+    """L of some weights. Every pass is remembered, and holds for any limits: a frontier shares one `Dual`."""
 
     def __init__(self, weights: Floats) -> None:
         self.weights = weights
         self.prices = np.empty((0, 2))  # (passes, 2)
-        self.totals = np.empty((0, 3))  # (passes, 3): cost, memory and time of the assignment that is best at these prices
-        self.choices: list[Integers] = []
-        self._everyone = np.arange(weights.shape[1])
-        self._priced = np.empty(weights.shape[1:])
-        self._term = np.empty(weights.shape[1:])
+        self.totals = np.empty((0, 3))  # (passes, 3): cost, memory and time of the best assignment at these prices
+        self._choices: list[npt.NDArray[np.unsignedinteger]] = []
+        self._small = np.min_scalar_type(weights.shape[2] - 1)  # a frontier remembers many choices
+        self._priced, self._term = np.empty((2, *weights.shape[1:]))
         self._pass(np.zeros(2))
 
-    def reduced_costs(self, price: Floats) -> Floats:
-        """(blocks, configurations): what an entry costs above the cheapest of its block, at these prices."""
-        priced = self._at(price)
-        return priced - priced.min(axis=1, keepdims=True)
+    def choice(self, index: int) -> Integers:
+        """(blocks,): the best assignment at the prices of that pass."""
+        return self._choices[index].astype(np.int64)
 
     def values(self, limits: Floats) -> Floats:
-        """L at every price seen so far."""
-        excess: Floats = self.totals[:, 1:] - limits
-        return self.totals[:, 0] + (self.prices * excess).sum(axis=1)
+        """(passes,): L at all prices seen so far."""
+        values: Floats = self.totals[:, COST] + (self.prices * (self.totals[:, 1:] - limits)).sum(axis=1)
+        return values
 
     def maximise(self, limits: Floats, feasible: Floats) -> int:
-        """Pass over the arrays until L is at its maximum. Returns how many passes that took.
+        """Make passes until one is at the maximum of L. Returns how many it took.
 
-        Each pass gives an assignment k with cost c_k and excess e_k = weights - limits, and L(p) <= c_k + p . e_k for all p.
-        The prices for the next pass maximise the least of these planes. As a linear program this is
+        Each pass yields an assignment k of cost c_k that exceeds the limits by e_k, and L(p) <= c_k + p . e_k for any
+        p. Kelley's method asks next for the prices at which the least of these planes is highest:
 
-            max t   s.t.  t <= c_k + p . e_k for every k,  p >= 0
+            max t   such that   t <= c_k + p . e_k for all k,   p >= 0.
 
-        with a dual that mixes assignments: min sum w_k c_k, s.t. sum w_k e_k <= 0, sum w_k = 1, w >= 0. That one has three
-        rows, and any feasible assignment (whose `totals` are given) starts it: a simplex of 3 x 3 systems is all it takes.
+        The dual of this linear program mixes assignments so that they fit on average: min sum_k w_k c_k such that
+        sum_k w_k e_k <= 0, sum_k w_k = 1, w >= 0. It has three rows only, and any assignment that fits (`feasible` are
+        its totals) starts it, so a simplex method with 3 x 3 systems is enough.
         """
         scale = np.maximum(limits, 1)
         planes = np.vstack([feasible, self.totals])
-        # Columns of the program: two slacks, the feasible assignment, then all passes.
-        columns = np.hstack([[[1, 0], [0, 1], [0, 0]], _columns(planes, limits, scale)])
-        costs = np.concatenate([[0, 0], planes[:, 0]])
+        columns = np.hstack([[[1, 0], [0, 1], [0, 0]], _columns(planes, limits, scale)])  # the first two are slacks
+        costs = np.concatenate([[0, 0], planes[:, COST]])
         basis = [0, 1, 2]
-        passes = 0
-        while passes < MOST_PASSES:
-            row_prices = _simplex(columns, costs, basis)
-            upper = row_prices[2]
-            price = np.maximum(-row_prices[:2], 0) / scale
+        for passes in range(MOST_PASSES):
+            *negative, upper = _simplex(columns, costs, basis)
+            price = np.maximum(-np.array(negative), 0) / scale
             if (self.prices == price).all(axis=1).any():
-                break
+                return passes
             self._pass(price)
-            passes += 1
             newest = self.totals[-1]
-            if newest[0] + price @ (newest[1:] - limits) >= upper - TOLERANCE * abs(upper):
-                break
+            if newest[COST] + price @ (newest[1:] - limits) >= upper - TOLERANCE * abs(upper):
+                return passes + 1
             columns = np.hstack([columns, _columns(newest[None], limits, scale)])
-            costs = np.append(costs, newest[0])
-        return passes
+            costs = np.append(costs, newest[COST])
+        return MOST_PASSES
 
     def _pass(self, price: Floats) -> None:
-        choice = self._at(price).argmin(axis=1)
-        self.prices = np.vstack([self.prices, price])
-        self.totals = np.vstack([self.totals, self.weights[:, self._everyone, choice].sum(axis=1)])
-        self.choices.append(choice)
-
-    def _at(self, price: Floats) -> Floats:
-        np.multiply(self.weights[1], price[0], out=self._priced)
-        np.multiply(self.weights[2], price[1], out=self._term)
+        np.multiply(self.weights[MEMORY], price[0], out=self._priced)
+        np.multiply(self.weights[TIME], price[1], out=self._term)
         self._priced += self._term
-        self._priced += self.weights[0]
-        return self._priced
+        self._priced += self.weights[COST]
+        choice = self._priced.argmin(axis=1)
+        self.prices = np.vstack([self.prices, price])
+        self.totals = np.vstack([self.totals, self.weights[:, np.arange(len(choice)), choice].sum(axis=1)])
+        self._choices.append(choice.astype(self._small))
 
 
 def _columns(totals: Floats, limits: Floats, scale: Floats) -> Floats:
@@ -95,9 +89,9 @@ def _columns(totals: Floats, limits: Floats, scale: Floats) -> Floats:
 
 
 def _simplex(columns: Floats, costs: Floats, basis: list[int]) -> Floats:
-    """Minimise costs . w subject to columns @ w = (0, 0, 1), w >= 0, from a feasible basis (updated in place).
+    """Minimise ``costs . w`` such that ``columns @ w = (0, 0, 1)``, w >= 0, from a feasible basis, changed in place.
 
-    Returns the prices of the three rows. Stopping early (a cycle, a singular basis) costs passes, never correctness.
+    Returns the prices of the three rows. To stop early (a cycle, a singular basis) would cost passes, not correctness.
     """
     right = np.array([0.0, 0.0, 1.0])
     prices = np.zeros(3)

@@ -9,86 +9,293 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from baoc.solve.core import BETTER, Effort, make_core, search
+from baoc.solve.core import BETTER, Core, Effort, search
 from baoc.solve.dual import Dual
-from baoc.solve.problem import Floats, Infeasible, Instance, Integers, Problem, Solution
+from baoc.solve.problem import COST, MEMORY, TIME, Floats, Infeasible, Instance, Integers, Problem, Solution
 
 MOST_STATES = 2**25  # some ten seconds
-BOUNDING_PRICES = 8
-STEERING_CHOICES = 12
-FIRST_ENTRIES, FIRST_WIDTH, GROWTH, LAST_WIDTH = 64, 2**10, 8, 2**18
+ADVICE_STATES = 2**22  # what an error may spend on numbers for its message
+NEAR = 12  # passes nearest to the dual's maximum, which bound and steer
+FIRST_ENTRIES, FIRST_WIDTH, LAST_WIDTH, GROWTH = 2**6, 2**10, 2**18, 8
 
 
 def solve(
     problem: Problem, *, relative_gap: float = 0.0, time_limit: float | None = None, most_states: int = MOST_STATES
 ) -> Solution:
-    """The assignment with the least total cost within both budgets.
+    """The assignment of least total cost within both budgets.
 
-    It stops when the choice is proven optimal, or within `relative_gap` of optimal, or when `most_states` partial assignments
-    or `time_limit` seconds are spent. In the last two cases ``solution.bound`` says how far from optimal it can be.
+    It ends when the choice is proven optimal or within `relative_gap` of it, or when `most_states` partial assignments
+    or `time_limit` seconds are spent; then ``solution.bound`` says how far from optimal it can be.
 
     What holds:
 
-    - The memory budget holds to the byte; the time budget holds to nine decimals.
-    - "Optimal" is exact for costs rounded to 1e-15 of their largest possible total.
-    - The same arrays give the same choice, on any machine and number of threads. Only `time_limit` can break this.
-    - No block gets an entry that another one of its entries equals or beats in cost, memory and time; of equal entries it gets
-      the first. Among blocks with equal rows, earlier blocks get lower configurations.
+    - The memory budget is kept to the byte, the time budget to nine decimals.
+    - "Optimal" is exact for costs rounded to about 1e-15 of the largest possible total.
+    - The same arrays give the same choice, whatever the number of threads. Only `time_limit` can break this.
+    - No block gets an entry that another one of its entries equals or beats in cost, memory and time; of equal entries
+      it gets the first. Among blocks with equal rows, earlier ones get lower configurations.
 
     Raises:
         Infeasible: no assignment keeps both budgets.
 
-    >>> problem = Problem(cost=[[0, 1, 3], [0, 2, 9]], memory=[[8, 4, 0], [8, 4, 0]], time=np.ones((2, 3)), memory_budget=12)
-    >>> solution = solve(problem)
+    >>> costs, bytes_, times = [[0, 1, 3], [0, 2, 9]], [[8, 4, 0], [8, 4, 0]], [[1, 1, 1], [1, 1, 1]]
+    >>> solution = solve(Problem(costs, bytes_, times, memory_budget=14))
     >>> solution.choice.tolist(), solution.objective, solution.memory_used, solution.memory_price
     ([1, 0], 1.0, 12, 0.25)
     """
-    allocator = _Allocator(problem)
-    effort = Effort(most_states, None if time_limit is None else time.monotonic() + time_limit)
-    return allocator.solve(allocator.start(effort), relative_gap, effort)
+    instance = Instance.of(problem)
+    start = _start(instance)
+    if start is None:
+        raise _infeasible(problem, instance)
+    effort = Effort(most_states, math.inf if time_limit is None else time.monotonic() + time_limit)
+    outcome = _minimise(instance, Dual(instance.weights), start, effort, relative_gap)
+    return _solution(problem, instance, outcome, _twins(instance))
 
 
-def frontier(problem: Problem, budgets: Iterable[int], *, relative_gap: float = 0.0) -> list[Solution]:
-    """One solution per memory budget, in the order given. What is learnt at one budget is used at the next.
+def frontier(problem: Problem, budgets: Iterable[int | None], *, relative_gap: float = 0.0) -> list[Solution]:
+    """One solution per memory budget, in the order given; the problem's own budget is not used.
 
-    >>> problem = Problem(cost=[[0, 1, 3], [0, 2, 9]], memory=[[8, 4, 0], [8, 4, 0]], time=np.ones((2, 3)))
+    What is learnt at one budget helps with the next, so this is several times faster than `solve` for each. Objectives
+    are the same; where several choices cost the same, the choice may be another one.
+
+    Raises:
+        Infeasible: a budget is below `smallest_memory`.
+
+    >>> problem = Problem([[0, 1, 3], [0, 2, 9]], [[8, 4, 0], [8, 4, 0]], [[1, 1, 1], [1, 1, 1]])
     >>> [solution.objective for solution in frontier(problem, [16, 12, 8, 4])]
     [0.0, 1.0, 3.0, 5.0]
     """
-    problems = [replace(problem, memory_budget=budget) for budget in budgets]
-    solutions: dict[int, Solution] = {}
-    allocator = choice = None
-    # From small to large: each choice also fits the next budget.
-    for index in sorted(range(len(problems)), key=lambda i: _or_infinity(problems[i].memory_budget)):
-        allocator = _Allocator(problems[index], allocator)
-        effort = Effort(MOST_STATES)
-        solutions[index] = allocator.solve(allocator.start(effort) if choice is None else choice, relative_gap, effort)
-        choice = solutions[index].choice
-    return [solutions[index] for index in range(len(problems))]
+    unlimited = Instance.of(replace(problem, memory_budget=None))
+    dual, twins = Dual(unlimited.weights), _twins(unlimited)
+    wanted = [math.inf if budget is None else math.floor(budget) for budget in budgets]
+    solutions: dict[float, Solution] = {}
+    choice: Integers | None = None
+    for budget in sorted(set(wanted)):  # from small to large: each choice also fits the next budget
+        instance = replace(unlimited, limits=np.minimum(unlimited.limits, [budget, math.inf]))
+        choice = _start(instance) if choice is None else choice
+        if choice is None:
+            raise _infeasible(replace(problem, memory_budget=None if budget == math.inf else int(budget)), instance)
+        outcome = _minimise(instance, dual, choice, Effort(MOST_STATES), relative_gap)
+        solutions[budget] = _solution(problem, instance, outcome, twins)
+        choice = outcome.choice
+    return [solutions[budget] for budget in wanted]
 
 
 def smallest_memory(problem: Problem) -> int:
     """The smallest memory budget, in bytes, that can be kept under the problem's time budget.
 
-    >>> problem = Problem(cost=[[0, 0]] * 2, memory=[[8, 2]] * 2, time=[[1.0, 1.4]] * 2, time_budget=1.3)
-    >>> smallest_memory(problem)
+    >>> smallest_memory(Problem([[0, 0]] * 2, [[8, 2]] * 2, [[1.0, 1.4]] * 2, time_budget=1.3))
     10
     """
-    smallest = _smallest_memory(Instance.of(problem), Effort(MOST_STATES))
-    if smallest is None:
-        raise _infeasible(problem)
-    return int(smallest)
+    instance = Instance.of(problem)
+    leanest = _least(instance, MEMORY, Effort(MOST_STATES))
+    if leanest is None:
+        raise _infeasible(problem, instance)
+    return int(instance.totals(leanest)[MEMORY])
 
 
 def smallest_time(problem: Problem) -> float:
     """The smallest time budget that can be kept under the problem's memory budget.
 
-    >>> problem = Problem(cost=[[0, 0]] * 2, memory=[[8, 2]] * 2, time=[[1.0, 1.4]] * 2, memory_budget=12)
-    >>> smallest_time(problem)
+    >>> smallest_time(Problem([[0, 0]] * 2, [[8, 2]] * 2, [[1.0, 1.4]] * 2, memory_budget=12))
     1.2
     """
     instance = Instance.of(problem)
-    smallest = _smallest_time(instance, Effort(MOST_STATES))
-    if smallest is None:
-        raise _infeasible(problem)
-    return _mean_time(smallest, instance)
+    fastest = _least(instance, TIME, Effort(MOST_STATES))
+    if fastest is None:
+        raise _infeasible(problem, instance)
+    return _mean(problem.time, fastest)
+
+
+@dataclass(frozen=True, eq=False)
+class _Outcome:
+    choice: Integers
+    gap: float  # in units of cost; 0 if the choice is proven optimal
+    price: Floats  # (2,)
+    passes: int
+    core: int
+    states: int
+
+
+def _minimise(
+    instance: Instance,
+    dual: Dual,
+    choice: Integers,
+    effort: Effort,
+    relative_gap: float = 0.0,
+    target: float | None = None,
+) -> _Outcome:
+    """Bound, then search what the bound leaves open, more widely each time. `choice` is any assignment that fits.
+
+    With a `target`, it also ends once that cost is reached, or known to be out of reach.
+    """
+    passes = dual.maximise(instance.limits, instance.totals(choice))
+    nearest = np.argsort(-dual.values(instance.limits), kind="stable")[:NEAR]
+    choice = _steer(instance, dual, choice, nearest)
+    prices = dual.prices[nearest]
+
+    # Costs are counted from this choice: differences of large sums would lose the last digits.
+    reference = float(instance.totals(choice)[COST])
+    at_least, lower = _bounds(instance, choice, prices)
+    upper = 0.0
+
+    blocks = np.arange(len(choice))
+    entries, width, complete = FIRST_ENTRIES, FIRST_WIDTH, False
+    open_blocks, states_before = 0, effort.states
+    while True:
+        candidate = at_least <= upper - BETTER  # entries that a better assignment could have
+        if upper - lower <= BETTER or not candidate.any(axis=1).all():
+            lower = upper
+        cost = reference + upper
+        proven = upper - lower <= relative_gap * abs(cost)
+        decided = target is not None and (cost <= target or reference + lower > target)
+        if proven or decided or complete or effort.exhausted:
+            break
+
+        base = np.where(candidate[blocks, choice], choice, at_least.argmin(axis=1))
+        candidate[blocks, base] = False
+        rows, columns = np.nonzero(candidate)
+        left_out = np.inf
+        if len(rows) > entries:
+            bounds = at_least[rows, columns]
+            order = np.argsort(bounds, kind="stable")
+            left_out = float(bounds[order[entries]])
+            first = np.sort(order[:entries])
+            rows, columns = rows[first], columns[first]
+
+        core = Core.of(instance, base, (rows, columns), cost, prices[0])
+        found = search(core, prices, width, effort)
+        if found.cost < 0:
+            choice = base
+            for block, configuration in found.changes:
+                choice[block] = configuration
+        lower = max(lower, min(upper + found.cost, upper + found.skipped, left_out))
+        upper += found.cost
+        open_blocks = max(open_blocks, len(core.blocks))
+        complete = width == LAST_WIDTH and left_out == np.inf
+        entries, width = entries * GROWTH, min(width * GROWTH, LAST_WIDTH)
+    return _Outcome(choice, upper - lower, prices[0], passes, open_blocks, effort.states - states_before)
+
+
+def _bounds(instance: Instance, choice: Integers, prices: Floats) -> tuple[Floats, float]:
+    """(blocks, configurations): what any assignment with this entry costs at least. And what any assignment does.
+
+    An assignment with an entry costs at least L(p) plus the entry's reduced cost: what it costs above the cheapest of
+    its block at prices p. The choice itself costs L(p) plus all its own reduced costs plus the price of what it leaves
+    unused; so, counted from the choice, L(p) is minus these.
+    """
+    shifted = instance.weights - instance.weights[:, np.arange(len(choice)), choice][:, :, None]
+    slack = instance.limits - instance.totals(choice)[1:]
+    at_least = np.full(shifted.shape[1:], -np.inf)
+    lower = -np.inf
+    for price in prices:
+        priced = shifted[COST] + price[0] * shifted[MEMORY]
+        priced += price[1] * shifted[TIME]
+        cheapest = priced.min(axis=1, keepdims=True)
+        value = float(cheapest.sum() - price @ slack)
+        priced += value - cheapest
+        np.maximum(at_least, priced, out=at_least)
+        lower = max(lower, value)
+    return at_least, lower
+
+
+def _steer(instance: Instance, dual: Dual, choice: Integers, nearest: Integers) -> Integers:
+    """Walk from an assignment that fits towards the dual's best ones, block by block, while it fits and as it pays.
+
+    A search can only change a few blocks. Where many blocks are alike, the dual moves them all at once, from far within
+    the budgets to far beyond; the search should begin somewhere on the way.
+    """
+    fitting_cost = np.where((dual.totals[:, 1:] <= instance.limits).all(axis=1), dual.totals[:, COST], np.inf)
+    if fitting_cost.min() < instance.totals(choice)[COST]:
+        choice = dual.choice(int(fitting_cost.argmin()))
+    for index in nearest[::-1]:
+        goal = dual.choice(index)
+        (differing,) = np.nonzero(choice != goal)
+        steps = instance.weights[:, differing, goal[differing]] - instance.weights[:, differing, choice[differing]]
+        walked = steps.cumsum(axis=1)
+        slack = instance.limits - instance.totals(choice)[1:]
+        gain = np.where((walked[1:] <= slack[:, None]).all(axis=0), walked[COST], 0)
+        if gain.size and gain.min() < 0:
+            moved = differing[: gain.argmin() + 1]
+            choice = choice.copy()
+            choice[moved] = goal[moved]
+    return choice
+
+
+def _start(instance: Instance) -> Integers | None:
+    """Any assignment that keeps both budgets; None if there is none."""
+    for what in (MEMORY, TIME):
+        choice = _extreme(instance, what)
+        if instance.fits(choice):
+            return choice
+    leanest = _least(instance, MEMORY, Effort(MOST_STATES), target=float(instance.limits[0]))
+    return leanest if leanest is not None and instance.fits(leanest) else None
+
+
+def _least(instance: Instance, what: int, effort: Effort, target: float | None = None) -> Integers | None:
+    """The assignment of least memory (or time) that keeps the other budget; None if none keeps it.
+
+    It is the same problem again: memory becomes the cost, and its limit goes.
+    """
+    other = MEMORY + TIME - what
+    start = _extreme(instance, other)
+    if instance.totals(start)[other] > instance.limits[other - 1]:
+        return None
+    weights, limits = instance.weights.copy(), instance.limits.copy()
+    weights[COST] = np.where(np.isfinite(weights[COST]), weights[what], np.inf)
+    limits[what - 1] = weights[what].max(axis=1).sum()
+    relaxed = replace(instance, weights=weights, limits=limits)
+    return _minimise(relaxed, Dual(weights), start, effort, target=target).choice
+
+
+def _extreme(instance: Instance, what: int) -> Integers:
+    """Least memory and then least time in every block (or the other way round)."""
+    amount, other = instance.weights[what], instance.weights[MEMORY + TIME - what]
+    amount = np.where(np.isfinite(instance.weights[COST]), amount, np.inf)
+    least = amount == amount.min(axis=1, keepdims=True)
+    choice: Integers = np.where(least, other, np.inf).argmin(axis=1)
+    return choice
+
+
+def _infeasible(problem: Problem, instance: Instance) -> Infeasible:
+    leanest = _least(instance, MEMORY, Effort(ADVICE_STATES))
+    fastest = _least(instance, TIME, Effort(ADVICE_STATES))
+    return Infeasible(
+        problem.memory_budget,
+        problem.time_budget,
+        None if leanest is None else int(instance.totals(leanest)[MEMORY]),
+        None if fastest is None else _mean(problem.time, fastest),
+    )
+
+
+def _solution(problem: Problem, instance: Instance, outcome: _Outcome, twins: list[Integers]) -> Solution:
+    choice = outcome.choice.copy()
+    for group in twins:
+        choice[group] = np.sort(choice[group])
+    choice.setflags(write=False)
+    blocks = np.arange(problem.blocks)
+    objective = math.fsum(problem.cost[blocks, choice])
+    return Solution(
+        choice=choice,
+        objective=objective,
+        bound=objective - outcome.gap * instance.cost_unit,
+        memory_used=int(problem.memory[blocks, choice].sum()),
+        time_used=_mean(problem.time, choice),
+        memory_price=float(outcome.price[0] * instance.cost_unit),
+        time_price=float(outcome.price[1] * instance.cost_unit / instance.time_unit * problem.blocks),
+        passes=outcome.passes,
+        core=outcome.core,
+        states=outcome.states,
+    )
+
+
+def _twins(instance: Instance) -> list[Integers]:
+    """Groups of blocks with equal rows: whatever they were given, they can exchange."""
+    groups: dict[bytes, list[int]] = {}
+    for block, row in enumerate(np.ascontiguousarray(instance.weights.transpose(1, 0, 2))):
+        groups.setdefault(row.tobytes(), []).append(block)
+    return [np.array(group) for group in groups.values() if len(group) > 1]
+
+
+def _mean(time: Floats, choice: Integers) -> float:
+    return math.fsum(time[np.arange(len(choice)), choice]) / len(choice)

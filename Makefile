@@ -31,5 +31,5 @@ $(VENV)/.core: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(PIP) --group dev --editable ".[models]"
+	$(PIP) --group dev --editable ".[models,plot]"
 	touch $@

@@ -6,13 +6,11 @@ python -m experiments.demo
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import sys
 import time
 from collections.abc import Iterable
 
 import torch
-from torch import nn
 
 import baoc
 from baoc.text import human_bytes, human_count, table
@@ -21,29 +19,11 @@ from experiments.tiny_gpt import MakeOptimizer, test_loss, train
 
 LR, DECAY = 1e-3, 0.1
 
-MIX = {  # block -> (parameter names, configuration)
-    "embeddings": (("tokens.*", "positions.*"), "adamw-8"),
-    "attention": (("*.attention.*",), "adamw[m=int8,v=factored]"),
-    "mlp": (("*.mlp.*",), "adamw[m=int8,v=factored]"),
-    "norms and head": (("*",), "adamw-16"),
-}
-
-
-def mixed_plan(model: nn.Module) -> baoc.Plan:
-    """A plan by hand: each parameter goes to the first block with a pattern that fits."""
-    left = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    blocks = []
-    for block, (patterns, configuration) in MIX.items():
-        mine = {n: s for n, s in left.items() if any(fnmatch.fnmatch(n, pattern) for pattern in patterns)}
-        left = {n: s for n, s in left.items() if n not in mine}
-        blocks.append(baoc.Block(block, baoc.parse(configuration), mine))
-    return baoc.Plan(tuple(blocks))
-
-
 METHODS: dict[str, MakeOptimizer] = {
     "torch.optim.AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY),
     "adamw-8": lambda model: baoc.BlockOptimizer(model, lr=LR, weight_decay=DECAY, plan="adamw-8"),
-    "a mix by block": lambda model: baoc.BlockOptimizer(model, lr=LR, weight_decay=DECAY, plan=mixed_plan(model)),
+    "BAOC, memory=0.5": lambda model: baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=0.5),
+    "BAOC, memory=0.25": lambda model: baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=0.25),
 }
 
 

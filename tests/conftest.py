@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+# Tests run side by side on few cores. Set before any fixture runs: sums of fp32 numbers depend on the threads.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
-def _one_thread_and_seed() -> None:
-    """Tests run side by side on few cores, and none may depend on another's random numbers."""
-    torch.set_num_threads(1)
+def _same_random_numbers() -> None:
+    """No test may depend on another's random numbers."""
     torch.manual_seed(0)

@@ -163,6 +163,21 @@ def test_non_finite_gradients_are_skipped_and_counted(caplog):
     assert "non-finite" in caplog.text
 
 
+def test_a_step_that_the_grad_scaler_skips_is_not_sampled():
+    model = make_model()
+    optimizer = baoc(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step, poison in enumerate((1.0, float("inf"), 1.0)):
+        tokens = torch.randint(200, (32,), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(tokens), (tokens * 7) % 200)
+        scaler.scale(loss * poison).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert optimizer.state[SAMPLER]["steps"] == 2
+    assert optimizer.state[SAMPLER]["skipped"] == 0
+
+
 def test_replanning_by_hand():
     model = make_model()
     optimizer = baoc(model, memory=0.8)

@@ -7,6 +7,9 @@ from baoc.configurator import BAOC
 from baoc.measure import state_bytes
 from baoc.optimizer import BlockOptimizer
 from baoc.plan import Block, Plan, PlanError
+from baoc.planner import plan
+from baoc.profiler import Profiler, profile
+from baoc.profiles import Profile, ProfileError
 from baoc.torch_state import to_torch
 
 __all__ = [
@@ -19,8 +22,13 @@ __all__ = [
     "ConfigurationError",
     "Plan",
     "PlanError",
+    "Profile",
+    "ProfileError",
+    "Profiler",
     "__version__",
     "parse",
+    "plan",
+    "profile",
     "state_bytes",
     "to_torch",
 ]

@@ -199,6 +199,7 @@ class Planner:
             "time": round(float(solution.time_used), 4),
             "objective": float(solution.objective),
             "bound": float(solution.bound),
+            "gap": float(solution.gap),
             "memory_price": float(solution.memory_price),
             "time_price": float(solution.time_price),
             "warmup_steps": 0 if self._profile is None else self._profile.steps,

@@ -9,13 +9,29 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from baoc._version import __version__
-from baoc.cli import estimate
+from baoc.cli import diff, estimate, explain, frontier, plan
+from baoc.cli.common import UsageError
 from baoc.configuration import ConfigurationError
 from baoc.estimate import EstimateError
 from baoc.models.packages import ModelError
+from baoc.plan import PlanError
+from baoc.profiles import ProfileError
+from baoc.report import ReportError
 
-COMMANDS = (estimate,)
-USER_ERRORS = (ConfigurationError, EstimateError, ModelError)
+COMMANDS = (estimate, plan, explain, frontier, diff)
+USER_ERRORS = (
+    ConfigurationError,
+    EstimateError,
+    ModelError,
+    PlanError,
+    ProfileError,
+    ReportError,
+    UsageError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
 """What is the user's to mend: one line and exit code 2. Anything else is our bug, and shows its traceback."""
 
 
@@ -51,10 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.run(args)
         sys.stdout.flush()
     except USER_ERRORS as error:
-        print(f"baoc: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"baoc: {' '.join(_text(error).split())}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.strerror}: {os.fspath(error.filename)!r}."
+    return str(error)

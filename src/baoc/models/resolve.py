@@ -39,20 +39,20 @@ def resolve(model: str) -> nn.Module:
         build = partial(from_config_file, find_config(Path(model)))
     else:
         raise ModelError(_not_found(model))
-    with _explained(f"{model} cannot be built"), torch.device("meta"):
+    with explained(f"{model} cannot be built"), torch.device("meta"):
         return build()
 
 
 def _from_function(path: Path, name: str) -> nn.Module:
     if not path.is_file():
         raise ModelError(f"there is no file {str(path)!r}.")
-    with _importable(path.parent):
-        with _explained(f"{path} cannot be imported", path):
-            module = _load(path)
+    with importable(path.parent):
+        with explained(f"{path} cannot be imported", path):
+            module = load_file(path)
         function = getattr(module, name, None) if name else None
         if not callable(function):
-            raise ModelError(_no_function(path, name, module))
-        with _explained(f"{path}:{name} failed on the meta device", path), torch.device("meta"):
+            raise ModelError(no_function(path, name, module))
+        with explained(f"{path}:{name} failed on the meta device", path), torch.device("meta"):
             result = function()
     return _as_module(result, f"{path}:{name}")
 
@@ -73,7 +73,7 @@ def _as_module(result: Any, source: str) -> nn.Module:
     return result
 
 
-def _load(path: Path) -> ModuleType:
+def load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"_baoc_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # always so for a file that ends in .py
     module = importlib.util.module_from_spec(spec)
@@ -83,7 +83,7 @@ def _load(path: Path) -> ModuleType:
 
 
 @contextmanager
-def _importable(folder: Path) -> Iterator[None]:
+def importable(folder: Path) -> Iterator[None]:
     """Let a file import its neighbours, as it can when Python runs it."""
     entry = str(folder.resolve())
     sys.path.insert(0, entry)
@@ -94,7 +94,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(failure: str, file: Path | None = None) -> Iterator[None]:
+def explained(failure: str, file: Path | None = None) -> Iterator[None]:
     """Whatever goes wrong in other people's code becomes one line, with the place in ``file`` where it did."""
     try:
         yield
@@ -121,7 +121,7 @@ def _not_found(model: str) -> str:
     )
 
 
-def _no_function(path: Path, name: str, module: ModuleType) -> str:
+def no_function(path: Path, name: str, module: ModuleType) -> str:
     functions = [
         key
         for key, value in vars(module).items()

@@ -15,7 +15,7 @@ Booleans = npt.NDArray[np.bool_]
 
 EXACT = 2**53  # below it float64 holds every whole number, and sums of them are exact in any order
 COST_STEPS = 1e15  # the largest possible total cost is some 1e14 to 1e15 steps
-TIME_DIGITS = 9  # decimals kept of a time between 1 and 10
+TIME_DIGITS = 9  # decimals kept of the slowest time's leading digit
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class Problem:
 
     A cost of ``inf`` forbids the entry (the paper's hard constraint); a negative cost is a preference. ``memory`` is
     in whole bytes, and its sum stays within ``memory_budget`` to the byte. ``time`` is a ratio, and its *mean over
-    blocks* stays within ``time_budget``; times count to nine decimals. A budget of ``None`` or ``inf`` does not bind.
+    blocks* stays within ``time_budget``, give or take 1e-9. A budget of ``None`` or ``inf`` does not bind.
 
     >>> problem = Problem(cost=[[0, 1], [0, 2]], memory=[[8, 4], [8, 4]], time=[[1, 1], [1, 1]], memory_budget=12)
     >>> problem.blocks, problem.configurations
@@ -194,7 +194,8 @@ class Instance:
         if problem.memory_budget is not None:
             limits[0] = min(limits[0], problem.memory_budget)
         if problem.time_budget is not None:
-            limits[1] = min(limits[1], round(problem.time_budget * problem.blocks / time_unit))
+            # Rounding may add half a step per block: an assignment within the budget must not be refused for that.
+            limits[1] = min(limits[1], math.floor(problem.blocks * (problem.time_budget / time_unit + 0.5)))
         return cls(weights, limits, cost_unit, time_unit)
 
     def totals(self, choice: Integers) -> Floats:

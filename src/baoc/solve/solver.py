@@ -29,7 +29,7 @@ def solve(
 
     What holds:
 
-    - The memory budget is kept to the byte, the time budget to nine decimals.
+    - The memory budget is kept to the byte; the time budget give or take 1e-9, and all that is within it may be chosen.
     - "Optimal" is exact for costs rounded to about 1e-15 of the largest possible total.
     - The same arrays give the same choice, whatever the number of threads. Only `time_limit` can break this.
     - No block gets an entry that another one of its entries equals or beats in cost, memory and time; of equal entries

@@ -1,0 +1,237 @@
+"""What several commands share: options, budgets as people type them, and files."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from baoc import partition
+from baoc import risk as risks
+from baoc.configuration import ConfigurationError
+from baoc.plan import Plan, PlanError
+from baoc.planner import DEFAULT_TIME, REFINED, Settings
+from baoc.profiles import Profile
+from baoc.spec import Hyper
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+_FEWEST_BYTES = 1024
+
+
+class UsageError(ValueError):
+    """Options that do not go together or cannot be read."""
+
+
+def add_parser(commands: Commands, name: str, summary: str, description: str, examples: str) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON for a program")
+
+
+def add_planning(parser: argparse.ArgumentParser) -> None:
+    """The options that :class:`Settings` and the time model are made from."""
+    parser.add_argument(
+        "--time",
+        metavar="RATIO",
+        type=positive_number,
+        default=DEFAULT_TIME,
+        help="the blocks' mean update time may be this much of AdamW16's (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--forbid",
+        metavar="[PATTERN=]CONFIG",
+        action="append",
+        default=[],
+        help="never use a configuration ('sgd*'), or not for these blocks or parameters ('head.*=sgd*'); repeatable",
+    )
+    parser.add_argument(
+        "--prefer", metavar="[PATTERN=]CONFIG", action="append", default=[], help="likewise, but lower its risk"
+    )
+    parser.add_argument(
+        "--risk",
+        metavar="NAME",
+        default=risks.DEFAULT_RISK,
+        help=f"the risk model: {', '.join(risks.RISKS)} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--gamma",
+        metavar="X",
+        type=number,
+        default=risks.GAMMA,
+        help="weight of the aggressiveness term (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--granularity",
+        metavar="G",
+        default=REFINED,
+        help=f"how blocks are cut: {', '.join((REFINED, *partition.GRANULARITIES))} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lr",
+        metavar="X",
+        type=positive_number,
+        default=1e-3,
+        help="the learning rate you will train with (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--weight-decay",
+        metavar="X",
+        type=number,
+        default=0.01,
+        help="the weight decay you will train with (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        type=device,
+        default=None,
+        help="where update times are measured (default: the model's device; for a profile, cuda if there is one)",
+    )
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Errors in what was typed are the user's."""
+    try:
+        return Settings(
+            risk=args.risk,
+            gamma=args.gamma,
+            granularity=args.granularity,
+            forbid=patterns(args.forbid),
+            prefer=patterns(args.prefer),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def check_risk(args: argparse.Namespace) -> None:
+    try:
+        risks.find(args.risk)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def hyper_of(args: argparse.Namespace, betas: tuple[float, float] = (0.9, 0.999)) -> Hyper:
+    return Hyper(lr=args.lr, beta1=betas[0], beta2=betas[1], weight_decay=args.weight_decay)
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    if args.device is not None:
+        return torch.device(args.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def patterns(texts: Sequence[str]) -> dict[str, list[str]]:
+    """``PATTERN=CONFIG`` or ``CONFIG``, which may itself be spelled with ``=`` inside brackets.
+
+    >>> patterns(["sgd*", "head.*=adamw[m=bf16,v=int8]", "adamw[m=int8,v=int8]"])
+    {'*': ['sgd*', 'adamw[m=int8,v=int8]'], 'head.*': ['adamw[m=bf16,v=int8]']}
+    """
+    rules: dict[str, list[str]] = {}
+    for text in texts:
+        where, equals, _ = text.partition("[")[0].partition("=")
+        what = text[len(where) + 1 :] if equals else text
+        if not what or (equals and not where):
+            raise UsageError(f"cannot read {text!r}. Write a configuration, or PATTERN=CONFIGURATION.")
+        rules.setdefault(where if equals else "*", []).append(what)
+    return rules
+
+
+def budget(text: str) -> float | int | str:
+    """A memory budget as typed: 0.4 is a share, 40% too, 1.5GiB a size, and a large whole number is bytes.
+
+    >>> budget("0.4"), budget("40%"), budget("1.5GiB"), budget("400000")
+    (0.4, '40%', '1.5GiB', 400000)
+    """
+    if text.isdecimal():
+        if int(text) < _FEWEST_BYTES:  # 40 is rarely meant as bytes, and as such makes a bad plan without a word
+            raise argparse.ArgumentTypeError(f"{text} has no unit: write {text}% for a share, or {text}B for bytes")
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def at_least(least: int, text: str) -> int:
+    value = int(text) if text.isdecimal() else -1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return value
+
+
+def device(text: str) -> str:
+    try:
+        torch.zeros(1, device=text)
+    except Exception as error:  # torch has many types for it
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a device of this machine ({str(error).splitlines()[0]})"
+        ) from None
+    return text
+
+
+def load_plan(path: str) -> Plan:
+    """A plan file, perhaps edited by hand: whatever is wrong with it is said in one line, with its name."""
+    try:
+        return Plan.load(path)
+    except UnicodeDecodeError:
+        raise PlanError(f"{path!r} is not a plan file: it is not text. Profiles go to `baoc plan`.") from None
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise PlanError(f"{path}: {error}") from None
+
+
+def load_profile(path: str) -> Profile:
+    if Path(path).is_dir():
+        raise IsADirectoryError(21, "this is a folder, not a profile", path)
+    return Profile.load(path)
+
+
+def check_writable(path: str | None) -> None:
+    """Before a long run: a file can be made there."""
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise UsageError(f"cannot write to {path!r}: it is a folder.")
+    if not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"cannot write to {path!r}: there is no folder {str(Path(path).parent)!r}.")

@@ -1,0 +1,170 @@
+"""``baoc plan``: from a model and its data, or from a saved profile, to a plan within a budget."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from baoc.cli import common
+from baoc.cli.workload import is_workload, load_workload
+from baoc.cost import TimeModel
+from baoc.estimate import trainable_shapes
+from baoc.models import MODELS
+from baoc.models.resolve import resolve
+from baoc.plan import memory_budget
+from baoc.planner import DEFAULT_MEMORY, Planner
+from baoc.profiles import Profile
+from baoc.text import human_bytes
+
+SUMMARY = "warm up, then plan which block gets which configuration within a budget"
+
+DESCRIPTION = """\
+Make a plan: the configuration of every block that has the least risk within a memory and a time budget.
+
+SOURCE is one of
+  file.py:function   a function without arguments that returns (model, batches, loss_fn), or an object with .model,
+                     .batches and .loss; loss_fn(model, batch) is the loss. The model is trained for a few steps.
+  a profile          a file that --profile-out wrote: any other budget, without training
+  a model            with --dry-run, all that `baoc estimate` knows, such as gpt2-small"""
+
+EXAMPLES = """\
+examples:
+  baoc plan train.py:make_workload --memory 40% -o plan.json --profile-out model.profile
+  baoc plan model.profile --memory 25% --forbid 'sgd*' --forbid 'head.*=adafactor*'
+  baoc plan train.py:make_workload --memory 1.5GiB --dry-run"""
+
+_REPORT_EVERY = 10
+_BAR = 30
+
+
+def register(commands: common.Commands) -> None:
+    """Add the command to the parser of ``baoc``."""
+    parser = common.add_parser(commands, "plan", SUMMARY, DESCRIPTION, EXAMPLES)
+    parser.add_argument("source", metavar="SOURCE", help="file.py:function, or a saved profile")
+    parser.add_argument(
+        "--memory",
+        metavar="BUDGET",
+        type=common.budget,
+        default=DEFAULT_MEMORY,
+        help="for optimizer state: a share of AdamW16's (40%% or 0.4), a size (1.5GiB) or bytes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=partial(common.at_least, 1),
+        default=50,
+        help="of the warm-up (default: %(default)s)",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="save the plan, such as plan.json")
+    parser.add_argument("--profile-out", metavar="FILE", help="save what the warm-up learned, for other budgets")
+    parser.add_argument("--dry-run", action="store_true", help="plan without gradients: assume a typical model")
+    parser.add_argument(
+        "--seed", metavar="N", type=common.whole, default=0, help="of torch and of the samples (default: %(default)s)"
+    )
+    common.add_planning(parser)
+    common.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the plan, or its JSON, and save it."""
+    common.check_writable(args.output)
+    common.check_writable(args.profile_out)
+    memory_budget(args.memory, 1)
+    common.settings_of(args)  # wrong options should not cost a warm-up
+    planner = _planner(args)
+    plan = planner.plan(args.memory, args.time)
+    print(plan.to_json() if args.json else plan)
+    if args.output is not None:
+        plan.save(args.output)
+        _note(f"saved the plan to {args.output}", args)
+    else:
+        _note("the plan was not saved: add -o plan.json", args)
+
+
+def _planner(args: argparse.Namespace) -> Planner:
+    if is_workload(args.source):
+        return _from_workload(args)
+    common.check_risk(args)
+    if args.profile_out is not None:
+        raise common.UsageError("--profile-out needs a warm-up: give file.py:function, without --dry-run.")
+    if Path(args.source).is_file() and not args.source.endswith(".json"):
+        if args.dry_run:
+            raise common.UsageError(f"{args.source!r} is a profile, which needs no --dry-run: leave it out.")
+        profile = common.load_profile(args.source)
+        times = TimeModel(common.device_of(args))
+        return Planner(profile.shapes, profile, common.hyper_of(args, profile.betas), times, common.settings_of(args))
+    if args.dry_run:
+        with contextlib.redirect_stdout(sys.stderr):
+            shapes = trainable_shapes(resolve(args.source))
+        return Planner(shapes, None, common.hyper_of(args), TimeModel(common.device_of(args)), common.settings_of(args))
+    if args.source in MODELS or Path(args.source).exists():
+        raise common.UsageError(
+            f"{args.source!r} has no data to warm up on. Give file.py:function, or plan without gradients: --dry-run."
+        )
+    raise common.UsageError(f"there is no file {args.source!r}. Give file.py:function, or a profile.")
+
+
+def _from_workload(args: argparse.Namespace) -> Planner:
+    if args.dry_run and args.profile_out is not None:
+        raise common.UsageError("--profile-out needs a warm-up: leave out --dry-run.")
+    torch.manual_seed(args.seed)
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not our output
+        workload = load_workload(args.source)
+        common.check_risk(args)  # not before: the file may have registered it
+        shapes = trainable_shapes(workload.model)
+        profile: Profile | None = None
+        if not args.dry_run:
+            with Progress(sys.stderr) as progress:
+                profile = workload.profile(
+                    steps=args.steps, lr=args.lr, weight_decay=args.weight_decay, seed=args.seed, on_step=progress
+                )
+    if profile is not None:
+        if profile.steps < args.steps:
+            skipped = f", {profile.skipped} with non-finite gradients" if profile.skipped else ""
+            print(f"the profile is of {profile.steps} steps, not {args.steps}{skipped}", file=sys.stderr)
+        if args.profile_out is not None:
+            profile.save(args.profile_out)
+            _note(f"saved the profile to {args.profile_out} ({human_bytes(_size(args.profile_out))})", args)
+    trained_on = next(param.device for param in workload.model.parameters() if param.requires_grad)
+    times = TimeModel(trained_on if args.device is None else torch.device(args.device))
+    return Planner(shapes, profile, common.hyper_of(args), times, common.settings_of(args))
+
+
+def _note(text: str, args: argparse.Namespace) -> None:
+    print(text, file=sys.stderr if args.json else sys.stdout)
+
+
+def _size(path: str) -> int:
+    return Path(path).stat().st_size
+
+
+class Progress:
+    """The warm-up's progress: one moving line on a terminal, else a line every few steps."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._moving, self._width = stream, stream.isatty(), 0
+
+    def __call__(self, step: int, steps: int, loss: float) -> None:
+        text = f"{step}/{steps}, loss {loss:.4g}" if math.isfinite(loss) else f"{step}/{steps}, loss not finite"
+        if self._moving:
+            done = _BAR * step // steps
+            line = f"warm-up [{'#' * done}{'.' * (_BAR - done)}] {text}"
+            print(f"\r{line.ljust(self._width)}", end="", file=self._stream, flush=True)
+            self._width = len(line)
+        elif step % _REPORT_EVERY == 0 or step == steps:
+            print(f"warm-up: step {text}", file=self._stream, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._width:  # leave the moving line behind
+            print(file=self._stream)

@@ -38,14 +38,17 @@ def shape_class(shape: Shape) -> Shape:
     """The shape that a tensor is timed as: few shapes stand for all, none larger than what fills caches.
 
     >>> shape_class((50257, 768)), shape_class((768,)), shape_class((320, 320, 3, 3)), shape_class((60, 60))
-    ((170, 768), (1024,), (45, 320, 3, 3), (4095,))
+    ((170, 768), (1024,), (45, 320, 3, 3), (63, 63))
     """
     numel = math.prod(shape)
     if numel == 0:
         return (0,)
-    if numel < SMALL_NUMEL or len(shape) < 2:  # formats are fp32 or shapeless: only the size matters
-        size = min(4 ** math.ceil(math.log(numel, 4) - 1e-9), _LARGEST_TIMED)
-        return (min(size, SMALL_NUMEL - 1) if numel < SMALL_NUMEL else size,)
+    side = 2 ** math.ceil(math.log(numel, 4) - 1e-9)
+    if len(shape) < 2:  # only the size matters
+        return (min(side * side, SMALL_NUMEL - 1 if numel < SMALL_NUMEL else _LARGEST_TIMED),)
+    if numel < SMALL_NUMEL:  # all fp32, but a matrix may be factored
+        side = min(side, math.isqrt(SMALL_NUMEL - 1))
+        return (side, side)
     row = math.prod(shape[1:])
     return (max(1, -(-SMALL_NUMEL // row), min(shape[0], _LARGEST_TIMED // row)), *shape[1:])
 

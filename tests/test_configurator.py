@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from baoc import BAOC, PlanError, parse, state_bytes
 from baoc.configurator import SAMPLER
@@ -135,6 +136,20 @@ def test_a_resumed_run_is_the_same_run(steps_before, way):
         twin, other = pickle.loads(pickle.dumps((model, optimizer)))
     else:
         twin, other = copy.deepcopy((model, optimizer))
+    rest = range(steps_before, steps_before + WARMUP + 3)
+    assert run(model, optimizer, rest) == run(twin, other, rest)
+    assert other.plan == optimizer.plan
+
+
+@pytest.mark.parametrize("steps_before", [0, 3, WARMUP + 3])
+def test_distributed_checkpoints_carry_the_warmup_too(steps_before):
+    model = make_model()
+    optimizer = baoc(model)
+    run(model, optimizer, range(steps_before))
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    twin = copy.deepcopy(model)
+    other = baoc(twin)
+    set_optimizer_state_dict(twin, other, saved)
     rest = range(steps_before, steps_before + WARMUP + 3)
     assert run(model, optimizer, rest) == run(twin, other, rest)
     assert other.plan == optimizer.plan

@@ -28,7 +28,7 @@ logger = logging.getLogger("baoc")
 
 WARMUP = 50
 SAMPLER = "baoc.sampler"
-"""Where the sampler's tensors live in ``state`` while it samples: they are counted and saved with everything else."""
+"""Where the sampler's tensors live in ``state`` while it samples, so that they are counted like everything else."""
 _REPORT_EVERY = 10
 
 
@@ -221,15 +221,22 @@ class BAOC(BlockOptimizer):
 
     # ---- checkpoints and copies ----
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. Samples travel in the first group: distributed checkpoints take only parameters for state."""
+        packed = super().state_dict()
+        if SAMPLER in packed["state"]:
+            packed["param_groups"][0][SAMPLER] = packed["state"].pop(SAMPLER)
+        return packed
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_sampler" in state:  # a copy
             return
-        saved = self.state.get(SAMPLER)  # type: ignore[call-overload]
+        saved = self.param_groups[0].pop(SAMPLER, None)
         if saved is not None:
             self._sampler = Sampler.from_state_dict(saved, self._params())
             self.state[SAMPLER] = self._sampler.state_dict()  # type: ignore[index]
-        elif self.state:  # a checkpoint from after the warm-up
+        elif self.plan.settings.get("warmup_steps"):  # a checkpoint from after the warm-up
             self._sampler = None
 
     def __getstate__(self) -> dict[str, Any]:

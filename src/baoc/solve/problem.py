@@ -123,8 +123,10 @@ class Solution:
 
 
 class Infeasible(ValueError):
-    """No assignment keeps both budgets. Says how much is needed: it is a budget that can be kept, and the smallest one
-    unless a search over thousands of blocks had to give up on the last bytes.
+    """No assignment keeps both budgets. Says how much would be needed.
+
+    Thousands of blocks may be too many to search to the end for the last few bytes. Then the smallest budgets are the
+    smallest ones found, and "no assignment" means that none was found.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ def solve(
     """The assignment of least total cost within both budgets.
 
     It ends when the choice is proven optimal or within `relative_gap` of it, or when `most_states` partial assignments
-    or `time_limit` seconds are spent; then ``solution.bound`` says how far from optimal it can be.
+    or `time_limit` seconds of searching are spent; then ``solution.bound`` says how far from optimal it can be.
 
     What holds:
 
@@ -152,6 +152,8 @@ def _minimise(
         if proven or decided or complete or effort.exhausted:
             break
 
+        # Keep what the choice has, except where a better assignment cannot have it. Open the entries that look best;
+        # an assignment with any of the others costs at least as much as the first one left out.
         base = np.where(candidate[blocks, choice], choice, at_least.argmin(axis=1))
         candidate[blocks, base] = False
         rows, columns = np.nonzero(candidate)

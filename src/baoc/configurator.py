@@ -21,7 +21,7 @@ from baoc.plan import Block, Plan, PlanError, memory_budget
 from baoc.planner import DEFAULT_MEMORY, DEFAULT_TIME, Planner, Settings, unit_vectors
 from baoc.profiles import Profile
 from baoc.sampling import RATIO, Sampler
-from baoc.spec import Hyper
+from baoc.spec import DEFAULT_BETAS, Hyper
 from baoc.text import human_bytes
 
 logger = logging.getLogger("baoc")
@@ -66,7 +66,7 @@ class BAOC(BlockOptimizer):
         self,
         params: nn.Module | Iterable[Any],
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = groups.DEFAULT_BETAS,
+        betas: tuple[float, float] = DEFAULT_BETAS,
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,

@@ -22,7 +22,6 @@ Group = dict[str, Any]
 Assignment = dict[str, Any]
 ASSIGNMENTS = "assignments"
 PLAN_SETTINGS = "plan_settings"
-DEFAULT_BETAS = (0.9, 0.999)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from baoc.configuration import Configuration, parse
 from baoc.groups import ASSIGNMENTS, PLAN_SETTINGS, Group, Member
 from baoc.kernels.update import Job
 from baoc.plan import Block, Plan, PlanError
-from baoc.spec import Hyper, Shape, rounding_phase
+from baoc.spec import DEFAULT_BETAS, Hyper, Shape, rounding_phase
 from baoc.text import human_bytes
 
 logger = logging.getLogger("baoc")
@@ -52,7 +52,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self,
         params: nn.Module | Iterable[Any],
         lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = groups.DEFAULT_BETAS,
+        betas: tuple[float, float] = DEFAULT_BETAS,
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,

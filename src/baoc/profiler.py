@@ -14,6 +14,7 @@ from baoc.optimizer import BlockOptimizer
 from baoc.plan import canonical_name
 from baoc.profiles import Profile, ProfileError
 from baoc.sampling import RATIO, Sampler
+from baoc.spec import DEFAULT_BETAS
 
 logger = logging.getLogger("baoc")
 
@@ -46,7 +47,7 @@ class Profiler:
         *,
         ratio: float = RATIO,
         seed: int = 0,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float, float] = DEFAULT_BETAS,
     ) -> None:
         named = dict(params.named_parameters()) if isinstance(params, nn.Module) else dict(params)
         self._params = {canonical_name(name): param for name, param in named.items() if param.requires_grad}
@@ -96,7 +97,7 @@ def profile(
     steps: int = 50,
     lr: float = 1e-3,
     weight_decay: float = 0.01,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: tuple[float, float] = DEFAULT_BETAS,
     ratio: float = RATIO,
     seed: int = 0,
     optimizer: torch.optim.Optimizer | None = None,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from baoc.configuration import Configuration
+from baoc.metrics import EPSILON
 
-EPSILON = 1e-12  # App. A.1
 TERMS = ("adaptive", "momentum", "decay", "structure", "precision", "aggressive")
 GAMMA = 0.1
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.spec import Shape, real_shape
+from baoc.spec import DEFAULT_BETAS, Shape, real_shape
 
 RATIO = 0.001
 FLOOR = 256
@@ -147,7 +147,7 @@ class Sampler:
         ratio: float = RATIO,
         floor: int = FLOOR,
         seed: int = 0,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: tuple[float, float] = DEFAULT_BETAS,
     ) -> None:
         if not 0 < ratio <= 1:
             raise ValueError(

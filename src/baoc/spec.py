@@ -20,6 +20,8 @@ Shape = tuple[int, ...]
 Scalar = Union[float, Tensor]  # a Python float in the eager kernel, a 0-d tensor in the compiled one
 Scalars = Mapping[str, Scalar]
 
+DEFAULT_BETAS = (0.9, 0.999)
+
 FP32_TINY = torch.finfo(torch.float32).tiny
 
 SMALL_NUMEL = 4096
@@ -64,8 +66,8 @@ class Hyper:
     """The hyper-parameters of one param group at one step, as plain floats."""
 
     lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
+    beta1: float = DEFAULT_BETAS[0]
+    beta2: float = DEFAULT_BETAS[1]
     eps: float = 1e-8
     weight_decay: float = 0.0
     lr_scale: float = 1.0

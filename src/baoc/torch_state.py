@@ -12,6 +12,7 @@ from baoc import groups, migrate
 from baoc.configuration import Configuration, parse
 from baoc.groups import Group
 from baoc.migrate import ParamState
+from baoc.spec import DEFAULT_BETAS
 
 MATURE_AGE = 1000
 """``torch.optim.SGD`` does not count steps: its momentum is taken to be older than it can remember."""
@@ -53,7 +54,7 @@ def read_group(group: Group) -> Group:
                 "SGD with nesterov momentum or dampening has no counterpart here. Go on with torch.optim.SGD, or set "
                 "nesterov=False and dampening=0 in the checkpoint's param groups."
             )
-        read["betas"] = (read["momentum"], groups.DEFAULT_BETAS[1])
+        read["betas"] = (read["momentum"], DEFAULT_BETAS[1])
     if "d" in read and isinstance(read.get("eps"), (tuple, list)):
         read["clip_threshold"], read["adafactor_eps"] = read.pop("d"), tuple(read.pop("eps"))
     return read

@@ -16,7 +16,7 @@ from baoc.configuration import ConfigurationError
 from baoc.plan import Plan, PlanError
 from baoc.planner import DEFAULT_TIME, REFINED, Settings
 from baoc.profiles import Profile
-from baoc.spec import Hyper
+from baoc.spec import DEFAULT_BETAS, Hyper
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -124,7 +124,7 @@ def check_risk(args: argparse.Namespace) -> None:
         raise UsageError(str(error)) from error
 
 
-def hyper_of(args: argparse.Namespace, betas: tuple[float, float] = (0.9, 0.999)) -> Hyper:
+def hyper_of(args: argparse.Namespace, betas: tuple[float, float] = DEFAULT_BETAS) -> Hyper:
     return Hyper(lr=args.lr, beta1=betas[0], beta2=betas[1], weight_decay=args.weight_decay)
 
 

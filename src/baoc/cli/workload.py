@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from baoc.models.packages import ModelError
-from baoc.models.resolve import explained, importable, load_file, no_function
+from baoc.models.resolve import call_function, explained, importable
 from baoc.profiler import LossFunction, profile
 from baoc.profiles import Profile
 
@@ -47,16 +47,7 @@ def load_workload(source: str) -> Workload:
     """Call the function, on the device that it chooses."""
     file, _, name = source.rpartition(":") if not source.endswith(".py") else (source, "", "")
     path = Path(file)
-    if not path.is_file():
-        raise ModelError(f"there is no file {str(path)!r}.")
-    with importable(path.parent):
-        with explained(f"{path} cannot be imported", path):
-            module = load_file(path)
-        function = getattr(module, name, None) if name else None
-        if not callable(function):
-            raise ModelError(no_function(path, name, module))
-        with explained(f"{path}:{name} failed", path):
-            result = function()
+    result = call_function(path, name)
     if isinstance(result, (tuple, list)):
         parts = tuple(result)
     else:

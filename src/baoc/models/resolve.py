@@ -43,17 +43,23 @@ def resolve(model: str) -> nn.Module:
         return build()
 
 
-def _from_function(path: Path, name: str) -> nn.Module:
+def call_function(path: Path, name: str, failure: str = "failed") -> Any:
+    """What a function without arguments in a person's own file returns; whatever goes wrong there is one line."""
     if not path.is_file():
         raise ModelError(f"there is no file {str(path)!r}.")
     with importable(path.parent):
         with explained(f"{path} cannot be imported", path):
-            module = load_file(path)
+            module = _load(path)
         function = getattr(module, name, None) if name else None
         if not callable(function):
-            raise ModelError(no_function(path, name, module))
-        with explained(f"{path}:{name} failed on the meta device", path), torch.device("meta"):
-            result = function()
+            raise ModelError(_no_function(path, name, module))
+        with explained(f"{path}:{name} {failure}", path):
+            return function()
+
+
+def _from_function(path: Path, name: str) -> nn.Module:
+    with torch.device("meta"):
+        result = call_function(path, name, "failed on the meta device")
     return _as_module(result, f"{path}:{name}")
 
 
@@ -73,7 +79,7 @@ def _as_module(result: Any, source: str) -> nn.Module:
     return result
 
 
-def load_file(path: Path) -> ModuleType:
+def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"_baoc_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # always so for a file that ends in .py
     module = importlib.util.module_from_spec(spec)
@@ -121,7 +127,7 @@ def _not_found(model: str) -> str:
     )
 
 
-def no_function(path: Path, name: str, module: ModuleType) -> str:
+def _no_function(path: Path, name: str, module: ModuleType) -> str:
     functions = [
         key
         for key, value in vars(module).items()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of every tensor an optimizer holds in its state, each storage once. Works for any optimizer.
+
+    A view counts with all that it keeps alive. Tensor subclasses and objects in the state are looked into.
 
     >>> weight = torch.nn.Parameter(torch.zeros(100, 100))
     >>> optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
@@ -18,15 +21,25 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """
     storages: dict[int, int] = {}
     pending: list[object] = list(optimizer.state.values())
+    seen: dict[int, object] = {}  # keeps what it has seen alive, so that no id comes twice
     while pending:
         value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
         if isinstance(value, Tensor):
-            storage = _local(value).untyped_storage()
-            storages[storage.data_ptr() or id(value)] = storage.nbytes()
+            tensor = _local(value)
+            if is_traceable_wrapper_subclass(tensor):  # torchao's codes, scales and tables
+                pending.extend(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            else:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr() or id(value)] = storage.nbytes()
         elif isinstance(value, dict):
             pending.extend(value.values())
         elif isinstance(value, (list, tuple)):
             pending.extend(value)
+        elif hasattr(value, "__dict__") and not isinstance(value, type):  # GaLore's projectors
+            pending.extend(vars(value).values())
     return sum(storages.values())
 
 

@@ -150,7 +150,7 @@ class Recording:
 def record(shapes: Shapes, stream: Stream = plain, steps: int = 12, scale: float = 1.0, **settings) -> Recording:
     generator = torch.Generator().manual_seed(1)
     params = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
-    sampler = Sampler(params, betas=BETAS, **settings)
+    sampler = Sampler(params, betas=BETAS, codec="fp32", **settings)
     history = []
     for grads in stream(shapes, steps):
         for name, param in params.items():
@@ -345,7 +345,8 @@ def test_precision_sensitivity(shapes, stream, bits):
         shapes = {name: shape for name, shape in shapes.items() if len(shape) < 3}
     block = record(shapes, stream)
     lost, expected = 1 - block.metrics().precision(bits), 1 - slow_precision(block, bits, EPSILON)
-    assert lost == pytest.approx(expected, rel=0.02, abs=1e-9)
+    # a sample in the middle between two codes of bf16 may go either way, and is 3% of the loss of 256
+    assert lost == pytest.approx(expected, rel=0.06 if bits == 16 else 0.02, abs=1e-9)
 
 
 def encoded(codec: Codec, slot: Slot, x: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ ROOMS = [
     "torch_state",
     "checkpoint",
     "optimizer",
+    "coordinates",
     "sampling",
     "profiles",
     "metrics",

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from baoc import groups, partition
 from baoc.configuration import Configuration
+from baoc.coordinates import RATIO
 from baoc.cost import TimeModel
 from baoc.groups import Member
 from baoc.optimizer import BlockOptimizer
 from baoc.plan import Block, Plan, PlanError, memory_budget
 from baoc.planner import DEFAULT_MEMORY, DEFAULT_TIME, Planner, Settings, unit_vectors
 from baoc.profiles import Profile
-from baoc.sampling import RATIO, Sampler
+from baoc.sampling import Sampler
 from baoc.spec import DEFAULT_BETAS, Hyper
 from baoc.text import human_bytes
 

@@ -35,9 +35,12 @@ class Metrics:
         self._weight = {r.name: r.weight * samples / elements for r in self._records}
         self._weights = self._joined("weights")
         first, second, values = (self._joined(key) for key in ("first", "second", "values"))
-        squares = sum((self._weight[r.name] * r.squares for r in self._records), np.zeros(profile.steps))
-        dots = sum((self._weight[r.name] * r.dots for r in self._records), np.zeros(profile.steps))
+        self._first = first
+        none = np.zeros(max((len(record.dots) for record in self._records), default=0))
+        squares = sum((self._weight[r.name] * r.squares for r in self._records), none)
+        dots = sum((self._weight[r.name] * r.dots for r in self._records), none)
         self._stored: dict[tuple[str, str], Tensor] = {}
+        self._exact: tuple[object, Array, float] | None = None
 
         self.has_signal = bool((second > 0).any())
         """Some sampled gradient was not zero. Without, every other number is meaningless."""
@@ -61,10 +64,11 @@ class Metrics:
         """
         stored = {slot.name: configuration.codec(slot.name) for slot in configuration.mechanism.slots}
         exact = {name: CODECS["fp32" if codec.pointwise else "factored"] for name, codec in stored.items()}
-        u32, ub = (self._direction(configuration, codecs) for codecs in (exact, stored))
-        exact_norm, stored_norm = _norm(u32, self._weights), _norm(ub, self._weights)
-        if exact_norm == 0:
-            return 1.0  # nothing moves, so nothing is lost
+        u32, exact_norm = self._exact_direction(configuration, exact)
+        if exact_norm == 0 or not stored:
+            return 1.0  # nothing moves or nothing is stored, so nothing is lost
+        ub = self._direction(configuration, stored)
+        stored_norm = _norm(ub, self._weights)
         if stored_norm == 0:
             return 0.0
         # unit vectors: an absolute epsilon would be taken for a loss where updates are small, as SGD's are
@@ -88,6 +92,14 @@ class Metrics:
             square += record.numel * float(rms * scalars["step"] / hyper.lr) ** 2
         return math.sqrt(square / max(1, sum(record.numel for record in self._records)))
 
+    def _exact_direction(self, configuration: Configuration, codecs: dict[str, Codec]) -> tuple[Array, float]:
+        """The update with exact state and its norm. The last one is kept: a mechanism's candidates come together."""
+        key = (configuration.mechanism_name, codecs)
+        if self._exact is None or self._exact[0] != key:
+            direction = self._direction(configuration, codecs)
+            self._exact = (key, direction, _norm(direction, self._weights))
+        return self._exact[1:]
+
     def _direction(self, configuration: Configuration, codecs: dict[str, Codec]) -> Array:
         mechanism = configuration.mechanism
         ages = {slot.name: self._steps for slot in mechanism.slots}
@@ -95,7 +107,7 @@ class Metrics:
             slot.name: self._read_back(slot, codecs[slot.name]) * mechanism.mass(slot.name, self._steps, self._hyper)
             for slot in mechanism.slots
         }
-        grad = torch.from_numpy(self._joined("first"))
+        grad = torch.from_numpy(self._first)
         direction: Array = mechanism.direction(grad, slots, mechanism.scalars(self._hyper, ages)).double().numpy()
         return direction
 
@@ -127,7 +139,8 @@ def direction_stability(dots: Array, squares: Array, epsilon: float = EPSILON, b
     """Eq. 5, left: EMA of the cosine between successive gradients, divided by its mass. A zero norm counts as 0."""
     mean, mass = 0.0, 0.0
     for dot, square, previous in zip(dots[1:], squares[1:], squares[:-1]):
-        cosine = dot / (math.sqrt(square) * math.sqrt(previous) + epsilon)
+        cosine = float(dot) / (math.sqrt(square) * math.sqrt(previous) + epsilon)
+        cosine = min(max(cosine, -1.0), 1.0)  # all three are rounded
         mean = beta * mean + (1 - beta) * cosine
         mass = beta * mass + (1 - beta)
     return mean / mass if mass else 0.0

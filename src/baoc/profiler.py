@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from baoc.coordinates import RATIO
 from baoc.optimizer import BlockOptimizer
 from baoc.plan import canonical_name
 from baoc.profiles import Profile, ProfileError
-from baoc.sampling import RATIO, Sampler
+from baoc.sampling import Sampler
 from baoc.spec import DEFAULT_BETAS
 
 logger = logging.getLogger("baoc")

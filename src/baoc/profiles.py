@@ -35,8 +35,8 @@ class TensorRecord:
     first: Array  # (count,) mean gradient: the EMA of Eq. 3 divided by its mass
     second: Array  # (count,) mean squared gradient, likewise
     values: Array  # (count,) the parameter itself
-    dots: Array  # (steps,) <g_t, g_t-1>; the first entry has no predecessor
-    squares: Array  # (steps,) |g_t|^2
+    dots: Array  # (steps,) <g_t, g_t-1> of the last steps; the first entry has no predecessor here
+    squares: Array  # (steps,) |g_t|^2, likewise
 
     @property
     def numel(self) -> int:
@@ -57,7 +57,7 @@ class Profile:
     >>> weight.grad = torch.ones(64, 64)
     >>> _ = sampler.observe({"weight": weight})
     >>> profile = Profile.from_sampler(sampler, {"weight": weight})
-    >>> round(float(profile.records["weight"].second[0]), 6)
+    >>> round(float(profile.records["weight"].second.mean()), 2)
     1.0
     """
 
@@ -95,8 +95,8 @@ class Profile:
                 first=_array(stream.first) / masses[0],
                 second=_array(stream.second) / masses[1],
                 values=_array(values),
-                dots=np.array(stream.dots),
-                squares=np.array(stream.squares),
+                dots=_array(stream.dots),
+                squares=_array(stream.squares),
             )
         return cls(records, sampler.steps, sampler.skipped, sampler.seed, sampler.ratio, sampler.betas)
 

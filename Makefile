@@ -1,16 +1,28 @@
-# `make demo` and `make test` each set up everything they need on a fresh machine.
+# `make demo`, `make test` and `make bench` each set up everything they need on a fresh machine.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint format clean
+.PHONY: demo test bench sanitize lint format clean
 
 demo: $(VENV)/.core
 	$(BIN)/python -m experiments.demo
 
 test: $(VENV)/.dev lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.report --output docs/results/performance.md
+
+# The native kernels' tests on a build that finds bad addresses and undefined behaviour.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g
+sanitize: $(VENV)/.dev
+	rm -rf build/sanitized build/sanitized-objects
+	CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" $(BIN)/python setup.py --quiet build --build-lib build/sanitized \
+		--build-temp build/sanitized-objects
+	LD_PRELOAD="$$($${CC:-gcc} -print-file-name=libasan.so) $$($${CC:-gcc} -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized $(BIN)/python -m pytest tests/test_native.py -k "not install"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -24,7 +36,7 @@ format: $(VENV)/.dev
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info
 
-$(VENV)/.core: pyproject.toml constraints.txt
+$(VENV)/.core: pyproject.toml setup.py constraints.txt $(wildcard src/baoc/kernels/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	$(PIP) --editable .
@@ -32,4 +44,8 @@ $(VENV)/.core: pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.core
 	$(PIP) --group dev --editable ".[models,plot]"
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.core
+	$(PIP) --group bench --editable ".[models]"
 	touch $@

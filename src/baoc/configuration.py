@@ -54,9 +54,16 @@ class StoredSlot:
         """Where a buffer lives in the optimizer's per-parameter state."""
         return f"{self.slot.name}.{buffer}" if buffer else self.slot.name
 
-    @property
+    @functools.cached_property
     def age_key(self) -> str:
         return f"{self.slot.name}.age"
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.slot, self.codec, self.buffer_names))
+
+    def __hash__(self) -> int:  # kernels look up their forms with it for every parameter at every step
+        return self._hash
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ A group's ``assignments`` list runs parallel to its ``params``. Being plain data
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +28,7 @@ PLAN_SETTINGS = "plan_settings"
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter in its place. Read off the groups for every use and never kept: groups are replaced on load."""
+    """One parameter in its place, as the groups said when it was read off them: see :class:`Roster`."""
 
     name: str
     param: Tensor
@@ -37,13 +39,45 @@ class Member:
     risk: Mapping[str, float]
     why: str
 
-    @property
+    @functools.cached_property
     def shape(self) -> Shape:
         return real_shape(self.param)
 
-    @property
+    @functools.cached_property
     def layout(self) -> Layout:
         return self.configuration.layout(self.shape)
+
+    @functools.cached_property
+    def needs_view(self) -> bool:
+        """Kernels see it through :func:`real_view`."""
+        return self.param.is_complex() or not self.param.dim()
+
+
+class Roster:
+    """All members of some groups, kept for as long as they are what the groups say.
+
+    Loading replaces groups, frameworks replace parameters and parameters change their shapes, so nothing read off the
+    groups may be used again without asking :meth:`is_current`.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.members = tuple(members(groups))
+        self._shapes = [member.param.shape for member in self.members]
+        self._sources = [_sources(group) for group in groups]
+
+    def is_current(self, groups: Sequence[Group]) -> bool:
+        if len(groups) != len(self._sources):
+            return False
+        for group, seen in zip(groups, self._sources):
+            now = _sources(group)
+            if len(now) != len(seen) or not all(map(operator.is_, now, seen)):
+                return False
+        return [member.param.shape for member in self.members] == self._shapes
+
+
+def _sources(group: Group) -> list[object]:
+    """The objects that say who is in a group and what becomes of it."""
+    return [group, group[ASSIGNMENTS], group.get("param_names"), *group["params"]]
 
 
 def members(groups: Sequence[Group]) -> Iterator[Member]:

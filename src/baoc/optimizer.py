@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from baoc import checkpoint, groups, kernels, migrate
 from baoc.configuration import Configuration, parse
-from baoc.groups import ASSIGNMENTS, PLAN_SETTINGS, Group, Member
+from baoc.groups import ASSIGNMENTS, PLAN_SETTINGS, Group, Member, Roster
 from baoc.kernels.update import Job
 from baoc.plan import Block, Plan, PlanError
-from baoc.spec import DEFAULT_BETAS, Hyper, Shape, rounding_phase
+from baoc.spec import DEFAULT_BETAS, Hyper, Mechanism, Shape, rounding_phase
 from baoc.text import human_bytes
 
 logger = logging.getLogger("baoc")
@@ -34,7 +34,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             ``adamw-32``, and ``load_state_dict`` takes over the plan of the checkpoint; with one, a checkpoint made
             under another plan is migrated.
         beta2_decay, adafactor_eps, clip_threshold: ``beta2_decay``, ``eps`` and ``d`` of ``torch.optim.Adafactor``.
-        kernel: ``"auto"``, ``"eager"`` or ``"compiled"``; see :attr:`kernel`.
+        kernel: ``"auto"``, ``"native"``, ``"compiled"`` or ``"eager"``; see :attr:`kernel`.
 
     Example:
         >>> model = nn.Linear(256, 128)
@@ -68,6 +68,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._plan_given = plan is not None
         self._default = parse(DEFAULT_CONFIGURATION if plan is None or isinstance(plan, Plan) else plan)
         self._devices_reported: set[str] = set()
+        self._roster: Roster | None = None
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -114,19 +115,21 @@ class BlockOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         hypers = {id(group): groups.hyper(group, f"param group {i}") for i, group in enumerate(self.param_groups)}
-        stepping = [member for member in self._members() if member.param.grad is not None]
+        members = self._members()
+        stepping = [member for member in members if member.param.grad is not None]
         for member in stepping:
             _check_gradient(member)
             self._check_state(member)
         kernel_of = {device: self._kernel_for(device) for device in {member.param.device for member in stepping}}
         if stepping:
-            self._allocate()
+            self._allocate(members)
         if self._is_rehearsal(stepping, [hypers[id(member.group)] for member in stepping]):
             return loss
         self._before_update(stepping)
         jobs: dict[torch.device, list[Job]] = {device: [] for device in kernel_of}
+        numbers = _Numbers(hypers)
         for member in stepping:
-            jobs[member.param.device].append(self._job(member, hypers[id(member.group)]))
+            jobs[member.param.device].append(self._job(member, numbers))
         for device, kernel in kernel_of.items():
             kernel.run(jobs[device])
         self._after_update()
@@ -168,6 +171,7 @@ class BlockOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._devices_reported = set()
+        self._roster = None
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ({human_bytes(self.plan.state_bytes)} of state"]
@@ -262,34 +266,39 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     # ---- state ----
 
-    def _members(self) -> Iterable[Member]:
-        return groups.members(self.param_groups)
+    def _members(self) -> tuple[Member, ...]:
+        if self._roster is None or not self._roster.is_current(self.param_groups):
+            self._roster = Roster(self.param_groups)
+        return self._roster.members
 
     def _shapes(self) -> dict[str, Shape]:
         return {member.name: member.shape for member in self._members()}
 
-    def _allocate(self) -> None:
+    def _allocate(self, members: Sequence[Member]) -> None:
         """Give state to every trainable parameter at once, in its plan's layout.
 
         A half-filled optimizer could not be told from a damaged one, and distributed checkpoint readers need every
         tensor to be there before they read.
         """
-        for member in self._members():
-            trainable = member.param.requires_grad or member.param.grad is not None
-            if trainable and member.layout.slots and not self.state.get(member.param):
+        for member in members:
+            if not member.layout.slots or self.state.get(member.param):
+                continue
+            if member.param.requires_grad or member.param.grad is not None:
                 self.state[member.param] = migrate.new_state(member.layout, member.param.device)
 
     def _check_state(self, member: Member) -> None:
+        """Native code trusts addresses: nothing may reach it that is not what the layout says."""
         state = self.state.get(member.param)
         if not state:
             return
         for key, buffer in member.layout.buffers.items():
-            held = tuple(state[key].shape) if key in state else None
-            if held != buffer.shape:
+            held = state.get(key)
+            if held is None or held.shape != buffer.shape or held.dtype is not buffer.dtype:
+                found = None if held is None else (tuple(held.shape), held.dtype)
                 raise RuntimeError(
-                    f"parameter {member.name!r} has shape {member.shape} and needs {key!r} of shape {buffer.shape} for "
-                    f"{member.configuration}, but the optimizer holds {held}. Did the parameter change its shape? Make "
-                    "a new optimizer, or put the old shape back."
+                    f"parameter {member.name!r} has shape {member.shape} and needs {key!r} of {buffer.shape} "
+                    f"{buffer.dtype} for {member.configuration}, but the optimizer holds {found}. Did the parameter "
+                    "change its shape? Make a new optimizer, or put the old shape back."
                 )
 
     def _is_rehearsal(self, stepping: Sequence[Member], hypers: Sequence[Hyper]) -> bool:
@@ -299,32 +308,46 @@ class BlockOptimizer(torch.optim.Optimizer):
         ages = (self.state[member.param][stored.age_key] for member in stepping for stored in member.layout.slots)
         return not any(map(int, ages)) and not any(cast(Tensor, member.param.grad).any() for member in stepping)
 
-    def _job(self, member: Member, hyper: Hyper) -> Job:
+    def _job(self, member: Member, numbers: _Numbers) -> Job:
         state = self.state.get(member.param, {})
-        stored_slots, mechanism = member.layout.slots, member.configuration.mechanism
-        ages: dict[str, int] = {}
-        for stored in stored_slots:
-            ages[stored.slot.name] = age = int(state[stored.age_key]) + 1
+        slots, mechanism, group = member.layout.slots, member.configuration.mechanism, member.group
+        ages = []
+        for stored in slots:
+            age = int(state[stored.age_key]) + 1
             migrate.set_age(state, stored, age)
-        grad = cast(Tensor, member.param.grad).detach()
-        scaled = dataclasses.replace(hyper, lr_scale=member.lr_scale or 1.0)
-        return Job(
-            mechanism=mechanism,
-            slots=stored_slots,
-            param=groups.real_view(member.param.detach()),
-            grad=groups.real_view(-grad if member.group["maximize"] else grad),
-            state={
-                stored.key(name): state[stored.key(name)] for stored in stored_slots for name in stored.buffer_names
-            },
-            scalars=mechanism.scalars(scaled, ages),
-            phases={
-                stored.slot.name: rounding_phase(ages[stored.slot.name], i) for i, stored in enumerate(stored_slots)
-            },
-        )
+            ages.append(age)
+        scalars, phases = numbers.of(group, mechanism, member.lr_scale, tuple(ages))
+        param, grad = member.param, cast(Tensor, member.param.grad)
+        if member.needs_view:
+            param, grad = groups.real_view(param), groups.real_view(grad)
+        return Job(mechanism, slots, param, grad, state, scalars, phases, bool(group["maximize"]))
+
+
+class _Numbers:
+    """The numbers of one step. Parameters of one group, mechanism and age share them."""
+
+    def __init__(self, hypers: Mapping[int, Hyper]) -> None:
+        self._hypers = hypers  # by the group's id
+        self._known: dict[tuple[object, ...], tuple[dict[str, float], dict[str, int]]] = {}
+
+    def of(
+        self, group: Group, mechanism: Mechanism, lr_scale: float | None, ages: tuple[int, ...]
+    ) -> tuple[dict[str, float], dict[str, int]]:
+        """Scalars and rounding phases."""
+        key = id(group), mechanism.name, lr_scale, ages
+        known = self._known.get(key)
+        if known is None:
+            by_slot = {slot.name: age for slot, age in zip(mechanism.slots, ages)}
+            hyper = dataclasses.replace(self._hypers[id(group)], lr_scale=lr_scale or 1.0)
+            phases = {name: rounding_phase(age, index) for index, (name, age) in enumerate(by_slot.items())}
+            known = self._known[key] = mechanism.scalars(hyper, by_slot), phases
+        return known
 
 
 def _check_gradient(member: Member) -> None:
     grad = cast(Tensor, member.param.grad)
+    if type(grad) is Tensor and grad.layout is torch.strided and grad.shape == member.param.shape:
+        return
     if grad.shape != member.param.shape:
         raise RuntimeError(
             f"parameter {member.name!r} has shape {tuple(member.param.shape)}, but its gradient has shape "

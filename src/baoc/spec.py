@@ -86,14 +86,17 @@ class Reach(Enum):
 
 # Additive recurrences with the "plastic number" ratios: (index, age) -> phase is a two-dimensional low-discrepancy
 # sequence, so every element rounds up in the right share of steps, and every step in the right share of elements.
-_PHASE_PER_ELEMENT = 0xC13FA9A9
-_PHASE_PER_STEP = 0x91E10DA5
-_PHASE_PER_SLOT = 0x9E3779B1
-_PHASE_MASK = 0xFFFFFFFF
+# 23 bits, which native code can read as the mantissa of a float without shifting them.
+_PHASE_PER_ELEMENT = 0x609FD5
+_PHASE_PER_STEP = 0x48F087
+_PHASE_PER_SLOT = 0x4F1BBD
+_PHASE_BITS = 23
+_PHASE_MASK = (1 << _PHASE_BITS) - 1
 
 NOISE_ONE = 1 << 16
 NOISE_MARGIN = 8
-"""Keeps noise away from 0 and 1, so that a value which is representable up to fp32 rounding stays where it is."""
+"""Noise has 12 bits and lies half a step away from 0 and 1, so that a value which is representable up to fp32 rounding
+stays where it is."""
 
 
 def rounding_phase(age: int, slot_index: int) -> int:
@@ -126,11 +129,11 @@ class Rounding:
             row_numel = math.prod(shape[1:])
             index = torch.arange(shape[0] * row_numel, device=device) + first_row * row_numel
             phase = (index * _PHASE_PER_ELEMENT + self.phase) & _PHASE_MASK
-            noise = (phase >> 16).clamp_(NOISE_MARGIN, NOISE_ONE - 1 - NOISE_MARGIN).to(torch.int32).view(shape)
+            noise = ((phase >> _PHASE_BITS - 16) & -2 * NOISE_MARGIN | NOISE_MARGIN).to(torch.int32).view(shape)
         if self.toward_zero is not None:
             noise = noise.masked_fill(self.toward_zero.view(shape), NOISE_MARGIN)
         if self.away_from_zero is not None:
-            noise = noise.masked_fill(self.away_from_zero.view(shape), NOISE_ONE - 1 - NOISE_MARGIN)
+            noise = noise.masked_fill(self.away_from_zero.view(shape), NOISE_ONE - NOISE_MARGIN)
         return noise
 
 

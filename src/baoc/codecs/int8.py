@@ -12,20 +12,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from baoc.codecs.dense import BF16, FP32
-from baoc.spec import FP32_TINY, NOISE_ONE, SMALL_NUMEL, Buffer, Codec, Rounding, Shape, Slot
+from baoc.spec import NOISE_ONE, SMALL_NUMEL, Buffer, Codec, Rounding, Shape, Slot
 
 GROUP = 256
 MIN_ROW = 8
 """Rows shorter than this (vectors too: their rows are single elements) would pay more for scales than for codes."""
 
-_MAX_SIGNED = 127
-_MAX_UNSIGNED = 255
+SMALLEST_SCALE = 2.0**-96
+"""Below it the number of levels per unit would overflow."""
+
+
+@dataclass(frozen=True)
+class _Companding:
+    """A code is the root of a *level*, and a value is a level in units of ``scale / levels``."""
+
+    top: int
+    power: int  # 2 or 4
+
+    @property
+    def levels(self) -> float:
+        return float(self.top**self.power)
+
+    def raised(self, root: Tensor) -> Tensor:
+        return root * root.abs() if self.power == 2 else (root * root).square()
+
+    def root(self, level: Tensor) -> Tensor:
+        return level.sqrt() if self.power == 2 else level.sqrt().sqrt()
+
+
+_SIGNED = _Companding(127, 2)
+_UNSIGNED = _Companding(255, 4)
 
 
 class Int8(Codec):
@@ -52,32 +75,27 @@ class Int8(Codec):
     def decode(self, buffers: Mapping[str, Tensor], rows: slice) -> Tensor:
         codes = buffers["codes"][rows]
         scales = buffers["scales"][rows].unsqueeze(-1)  # (rows, groups, 1)
-        signed = codes.dtype == torch.int8
-        unit = to_groups(codes.float()) * (1.0 / (_MAX_SIGNED if signed else _MAX_UNSIGNED))  # (rows, groups, width)
-        return from_groups(_expand(unit, signed) * scales, codes.shape)
+        companding = _SIGNED if codes.dtype == torch.int8 else _UNSIGNED
+        unit = to_groups(codes.float()) * (1.0 / companding.top)  # (rows, groups, width), in [-1, 1]
+        return from_groups(companding.raised(unit) * scales, codes.shape)
 
     def encode(self, buffers: Mapping[str, Tensor], rows: slice, value: Tensor, rounding: Rounding) -> None:
         codes = buffers["codes"][rows]
         signed = codes.dtype == torch.int8
+        companding = _SIGNED if signed else _UNSIGNED
         grouped = to_groups(value)  # (rows, groups, width)
-        scales = grouped.abs().amax(-1, keepdim=True)
-        ratio = grouped.abs() / scales.clamp(min=FP32_TINY)  # in [0, 1]
-        top = _MAX_SIGNED if signed else _MAX_UNSIGNED
-        root = ratio.sqrt() if signed else ratio.sqrt().sqrt()
-        below = (root * top).floor().clamp(max=top - 1)
-        low, high = (_expand(code * (1.0 / top), signed) for code in (below, below + 1))
-        fraction = (ratio - low) / (high - low)
+        top = grouped.abs().amax(-1, keepdim=True)
+        scales = top.clamp(min=SMALLEST_SCALE) * (top > 0)
+        level = grouped.abs() * (companding.levels / scales.clamp(min=SMALLEST_SCALE))
+        below = companding.root(level).floor()
+        low, high = companding.raised(below), companding.raised(below + 1)
         noise = to_groups(rounding.noise(rows.start, tuple(value.shape), value.device))
-        code = below + (fraction * NOISE_ONE + noise >= NOISE_ONE)
+        threshold = (NOISE_ONE - noise) * (1.0 / NOISE_ONE)
+        code = below + (level - low >= threshold * (high - low))
         # v must never become zero under a momentum that is not: its smallest code is above zero.
-        code = torch.where(grouped < 0, -code, code) if signed else torch.where(ratio > 0, code.clamp(min=1), code)
+        code = torch.where(grouped < 0, -code, code) if signed else torch.where(grouped > 0, code.clamp(min=1), code)
         codes.copy_(from_groups(code, codes.shape))
         buffers["scales"][rows].copy_(scales.squeeze(-1))
-
-
-def _expand(unit: Tensor, signed: bool) -> Tensor:
-    """The companding curve: a code as a share of the largest one -> a value as a share of the scale."""
-    return unit * unit.abs() if signed else (unit * unit).square()
 
 
 def to_groups(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -12,10 +13,13 @@ from typing import Protocol
 
 import torch
 
+from baoc.kernels import native
 from baoc.kernels.eager import EagerKernel
 from baoc.kernels.update import Job
 
-REQUESTS = ("auto", "eager", "compiled")
+logger = logging.getLogger("baoc")
+
+REQUESTS = ("auto", "native", "compiled", "eager")
 
 
 class Kernel(Protocol):
@@ -57,16 +61,29 @@ def choose(request: str, device: torch.device) -> Choice:
     check_request(request)
     if request == "eager":
         return Choice(EagerKernel(), str(device), "asked for by name")
+    if request == "native" or (request == "auto" and device.type == "cpu"):
+        return _native(request, device)
     obstacle = _obstacle_to_compiling(device)
     if request == "compiled":
         if obstacle:
             raise RuntimeError(f"kernel='compiled' cannot run on {device}: {obstacle}. Use kernel='eager' or 'auto'.")
         return Choice(_compiled(), str(device), "asked for by name")
-    if device.type == "cpu":
-        return Choice(EagerKernel(), str(device), "on a CPU compiling takes longer than it saves in a short run")
     if obstacle:
         return Choice(EagerKernel(), str(device), f"torch.compile cannot run here: {obstacle}")
     return Choice(_compiled(), str(device), "one fused pass over memory")
+
+
+def _native(request: str, device: torch.device) -> Choice:
+    obstacle = native.obstacle() if device.type == "cpu" else "it runs on CPUs only"
+    if obstacle is None:
+        kernel = native.NativeKernel()
+        reason = "asked for by name" if request == "native" else "one pass over memory"
+        return Choice(kernel, str(device), f"{reason}, {kernel.isa}")
+    if request == "native":
+        raise RuntimeError(f"kernel='native' cannot run on {device}: {obstacle}. Use kernel='auto'.")
+    # compiling would take longer than it saves in a short run
+    logger.warning("optimizer steps will be several times slower on %s: %s", device, obstacle)
+    return Choice(EagerKernel(), str(device), obstacle)
 
 
 def _compiled() -> Kernel:

@@ -33,11 +33,12 @@ def _run(job: Job) -> None:
     device = job.param.device
     scalars = torch.tensor(list(job.scalars.values()), dtype=torch.float32).to(device, non_blocking=True)
     phases = torch.tensor(list(job.phases.values()), dtype=torch.int64).to(device, non_blocking=True)
-    step = _compiled_step(job.mechanism.name, job.slots, tuple(job.scalars), tuple(job.phases), tuple(job.state))
+    keys = tuple(stored.key(name) for stored in job.slots for name in stored.buffer_names)
+    step = _compiled_step(job.mechanism.name, job.slots, tuple(job.scalars), tuple(job.phases), keys, job.maximize)
     view = _simplest_view(job.slots)
-    param = job.param.contiguous()
-    state = [view(tensor) for tensor in job.state.values()]
-    step(view(param), view(job.grad.contiguous()), state, scalars, phases)
+    param = job.param.detach().contiguous()
+    state = [view(job.state[key]) for key in keys]
+    step(view(param), view(job.grad.detach().contiguous()), state, scalars, phases)
     if param.data_ptr() != job.param.data_ptr():
         job.param.copy_(param)
 
@@ -59,6 +60,7 @@ def _compiled_step(
     scalar_names: tuple[str, ...],
     phase_names: tuple[str, ...],
     state_names: tuple[str, ...],
+    maximize: bool,
 ) -> Callable[[Tensor, Tensor, list[Tensor], Tensor, Tensor], None]:
     mechanism = MECHANISMS[mechanism_name]
 
@@ -71,6 +73,7 @@ def _compiled_step(
             dict(zip(state_names, state)),
             dict(zip(scalar_names, scalars.unbind())),
             dict(zip(phase_names, phases.unbind())),
+            maximize,
             [slice(0, param.shape[0])],
         )
 

@@ -22,10 +22,11 @@ class EagerKernel:
             update(
                 job.mechanism,
                 job.slots,
-                job.param,
-                job.grad,
+                job.param.detach(),
+                job.grad.detach(),
                 job.state,
                 job.scalars,
                 job.phases,
+                job.maximize,
                 row_tiles(job.param.shape, TILE_NUMEL),
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,21 +11,21 @@ from torch import Tensor
 from baoc.configuration import StoredSlot
 from baoc.spec import Mechanism, Rounding, Scalar, Scalars, WholeCodec
 
-State = Mapping[str, Tensor]
+State = Mapping[str, Any]
 Phases = Mapping[str, "int | Tensor"]  # rounding phase of each slot at this step
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """Everything that one parameter's step needs. Tensors are real-valued, with at least one dim."""
 
     mechanism: Mechanism
     slots: tuple[StoredSlot, ...]
     param: Tensor
     grad: Tensor
-    state: State  # by the keys of the layout
+    state: State  # by the keys of the layout; may hold more
     scalars: Mapping[str, float]
     phases: Mapping[str, int]
+    maximize: bool = False
 
 
 def update(
@@ -36,10 +36,11 @@ def update(
     state: State,
     scalars: Scalars,
     phases: Phases,
+    maximize: bool,
     tiles: Sequence[slice],
 ) -> None:
     """Advance the state and the parameter in place, touching one tile of rows (dim 0) at a time."""
-    tile = _Tiles(mechanism, stored, param, grad, state, scalars, phases)
+    tile = _Tiles(mechanism, stored, param, grad, state, scalars, phases, maximize)
     for each in stored:
         if isinstance(each.codec, WholeCodec):
             tile.absorb(each, each.codec, tiles)
@@ -68,6 +69,7 @@ class _Tiles:
         state: State,
         scalars: Scalars,
         phases: Phases,
+        maximize: bool,
     ) -> None:
         self._mechanism = mechanism
         self._stored = stored
@@ -76,10 +78,12 @@ class _Tiles:
         self._buffers = {each.slot.name: buffers_of(each, state) for each in stored}
         self._scalars = scalars
         self._phases = phases
+        self._maximize = maximize
 
     def grad(self, rows: slice) -> Tensor:
-        """fp32 gradient, with L2 decay if the mechanism's decay is coupled."""
+        """fp32 gradient to descend on, with L2 decay if the mechanism's decay is coupled."""
         grad = self._grad[rows].float()
+        grad = -grad if self._maximize else grad
         if self._mechanism.decoupled:
             return grad
         return grad + self._param[rows].float() * self._scalars["coupled_decay"]

@@ -1,0 +1,102 @@
+/* The Python module: one function that takes addresses, and what it can run on this processor. */
+#define Py_LIMITED_API 0x030A0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "schedule.h"
+
+extern const kernel kernel_plain;
+#if defined(__x86_64__) && defined(__GNUC__)
+extern const kernel kernel_avx2, kernel_avx512;
+#endif
+
+typedef struct {
+    const char *name;
+    const kernel *kernel;
+} isa;
+
+#define MOST_ISAS 3
+
+/* Best first. */
+static int supported(isa *found)
+{
+    int count = 0;
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+        isa avx512 = {"avx512", &kernel_avx512};
+        found[count++] = avx512;
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        isa avx2 = {"avx2", &kernel_avx2};
+        found[count++] = avx2;
+    }
+#endif
+    isa plain = {"plain", &kernel_plain};
+    found[count++] = plain;
+    return count;
+}
+
+static PyObject *run(PyObject *module, PyObject *args)
+{
+    (void)module;
+    unsigned long long words, scalars;
+    long long count;
+    int threads;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "KKLis", &words, &scalars, &count, &threads, &name))
+        return NULL;
+    isa isas[MOST_ISAS];
+    const kernel *chosen = NULL;
+    for (int i = 0, n = supported(isas); i < n; i++)
+        if (strcmp(isas[i].name, name) == 0)
+            chosen = isas[i].kernel;
+    if (!chosen) {
+        PyErr_Format(PyExc_ValueError, "this processor or build has no kernels for %s", name);
+        return NULL;
+    }
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = run_jobs((const job_words *)(uintptr_t)words, (const job_scalars *)(uintptr_t)scalars, count, threads, chosen);
+    Py_END_ALLOW_THREADS
+    if (failed)
+        return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *isas(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    isa found[MOST_ISAS];
+    int count = supported(found);
+    PyObject *names = PyTuple_New(count);
+    for (int i = 0; names && i < count; i++)
+        PyTuple_SetItem(names, i, PyUnicode_FromString(found[i].name));
+    return names;
+}
+
+static PyMethodDef methods[] = {
+    {"run", run, METH_VARARGS, "run(words, scalars, count, threads, isa): one step; the first two are addresses"},
+    {"isas", isas, METH_NOARGS, "instruction sets that this processor can run, best first"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_native", NULL, 0, methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    PyObject *module = PyModule_Create(&definition);
+    if (!module)
+        return NULL;
+    PyModule_AddIntConstant(module, "JOB_WORDS", (long)(sizeof(job_words) / 8));
+    PyModule_AddIntConstant(module, "JOB_SCALARS", (long)(sizeof(job_scalars) / 8));
+#ifdef _OPENMP
+    PyModule_AddIntConstant(module, "OPENMP", 1);
+#else
+    PyModule_AddIntConstant(module, "OPENMP", 0);
+#endif
+    return module;
+}

@@ -1,0 +1,343 @@
+/* Who does what: cuts jobs into spans, and hands spans to threads.
+ *
+ * The cut depends on shapes alone and every sum is added up in the order of its spans, so results do not depend on the
+ * number of threads.
+ */
+#include "schedule.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define SPAN (1 << 16)   /* elements handed to a thread at once */
+#define STRIPS 16        /* parts of a matrix whose column sums are made side by side */
+#define SMALL (1 << 15)  /* a tensor below this is not worth a meeting of threads */
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* A job whose elements depend on sums over all of them. */
+static int is_whole(const job_words *w) { return w->mechanism == ADAFACTOR || w->v.type == FACTORED; }
+
+/* ---- spans ---- */
+
+/* A span is some whole rows, or a piece of a long one. */
+static int64_t span_width(const job_words *w) { return w->row >= SPAN ? SPAN : SPAN - SPAN % w->row; }
+
+static int64_t spans_per_row(const job_words *w) { return w->row > SPAN ? divided_up(w->row, SPAN) : 0; }
+
+static int64_t span_count(const job_words *w)
+{
+    int64_t per_row = spans_per_row(w);
+    return per_row ? w->numel / w->row * per_row : divided_up(w->numel, span_width(w));
+}
+
+static void span_at(const job_words *w, int64_t index, int64_t *first, int64_t *n)
+{
+    int64_t per_row = spans_per_row(w);
+    if (per_row) {
+        int64_t column = index % per_row * SPAN;
+        *first = index / per_row * w->row + column;
+        *n = smaller(SPAN, w->row - column);
+    } else {
+        *first = index * span_width(w);
+        *n = smaller(span_width(w), w->numel - *first);
+    }
+}
+
+/* ---- whole jobs ---- */
+
+/* The threads that work on one job together; a team of one needs no barriers. */
+typedef struct {
+    int rank, size;
+} team;
+
+static void meet(team team)
+{
+    if (team.size > 1) {
+#ifdef _OPENMP
+#pragma omp barrier
+#endif
+    }
+}
+
+/* Scratch memory of a whole job, shared by its team. */
+typedef struct {
+    float *row;        /* one matrix: (rows); stacks: one (matrices, rows) for each of the team */
+    float *col;        /* one matrix: (cols); stacks: one (matrices, cols) for each of the team */
+    float *partial;    /* one matrix: (STRIPS, cols) */
+    squares *sums;     /* one for each span, or stack */
+} scratch;
+
+/* Factors of more than one matrix: each stack has its own, so threads need not meet over them. */
+static int is_stack(const job_words *w) { return w->v.type == FACTORED && (w->outer > 1 || w->matrices > 1); }
+
+static int64_t strip_count(const job_words *w) { return smaller(STRIPS, w->rows); }
+
+static int64_t sum_count(const job_words *w) { return is_stack(w) ? w->outer : span_count(w); }
+
+static size_t scratch_bytes(const job_words *w, int threads, scratch *parts, char *base)
+{
+    size_t copies = is_stack(w) ? (size_t)threads : 1;
+    size_t row = 0, col = 0, partial = 0;
+    if (w->v.type == FACTORED) {
+        row = copies * (size_t)(w->matrices * w->rows);
+        col = copies * (size_t)(w->matrices * w->cols);
+        partial = is_stack(w) ? 0 : (size_t)(strip_count(w) * w->cols);
+    }
+    size_t sums = w->mechanism == ADAFACTOR ? (size_t)sum_count(w) : 0;
+    if (parts) {
+        parts->sums = (squares *)base;
+        parts->row = (float *)(parts->sums + sums);
+        parts->col = parts->row + row;
+        parts->partial = parts->col + col;
+    }
+    return sums * sizeof(squares) + (row + col + partial) * sizeof(float);
+}
+
+/* One matrix: strips of rows, then columns added up over the strips. */
+static void absorb_matrix(const job *job, const kernel *k, team team, scratch *s)
+{
+    const job_words *w = job->words;
+    const int64_t strips = strip_count(w);
+    for (int64_t strip = team.rank; strip < strips; strip += team.size) {
+        int64_t from = strip * w->rows / strips, to = (strip + 1) * w->rows / strips;
+        float *col_sums = s->partial + strip * w->cols;
+        memset(col_sums, 0, sizeof(float) * (size_t)w->cols);
+        k->absorb(job, from * w->cols, to - from, s->row + from, col_sums);
+        k->blend(&w->v_row, job, w->rows, from, to - from, s->row + from);
+    }
+    meet(team);
+    if (team.rank == 0) {
+        memcpy(s->col, s->partial, sizeof(float) * (size_t)w->cols);
+        for (int64_t strip = 1; strip < strips; strip++)
+            for (int64_t i = 0; i < w->cols; i++)
+                s->col[i] += s->partial[strip * w->cols + i];
+        for (int64_t i = 0; i < w->cols; i++)
+            s->col[i] /= (float)w->rows;
+        k->blend(&w->v_col, job, w->cols, 0, w->cols, s->col);
+        k->normalise(s->col, w->cols, job->scalars->v_mean_floor);
+    }
+    meet(team);
+}
+
+static factors stack_factors(const job_words *w, team team, const scratch *s, int64_t outer)
+{
+    factors f = {outer * w->matrices * w->rows * w->cols, s->row + team.rank * w->matrices * w->rows,
+                 s->col + team.rank * w->matrices * w->cols};
+    return f;
+}
+
+static void normalise_stack(const job *job, const kernel *k, const factors *f)
+{
+    for (int64_t i = 0; i < job->words->matrices; i++)
+        k->normalise(f->col + i * job->words->cols, job->words->cols, job->scalars->v_mean_floor);
+}
+
+static void absorb_stack(const job *job, const kernel *k, const factors *f, int64_t outer)
+{
+    const job_words *w = job->words;
+    memset(f->col, 0, sizeof(float) * (size_t)(w->matrices * w->cols));
+    for (int64_t i = 0; i < w->matrices; i++)
+        k->absorb(job, f->first + i * w->rows * w->cols, w->rows, f->row + i * w->rows, f->col + i * w->cols);
+    for (int64_t i = 0; i < w->matrices * w->cols; i++)
+        f->col[i] /= (float)w->rows;
+    k->blend(&w->v_row, job, w->matrices * w->rows, outer * w->matrices * w->rows, w->matrices * w->rows, f->row);
+    k->blend(&w->v_col, job, w->matrices * w->cols, outer * w->matrices * w->cols, w->matrices * w->cols, f->col);
+}
+
+static void read_stack(const job *job, const kernel *k, const factors *f, int64_t outer)
+{
+    const job_words *w = job->words;
+    int64_t rows = w->matrices * w->rows, cols = w->matrices * w->cols;
+    k->read_factor(&w->v_row, rows, outer * rows, rows, f->row);
+    k->read_factor(&w->v_col, cols, outer * cols, cols, f->col);
+    normalise_stack(job, k, f);
+}
+
+/* Adafactor's factor on the step length. All sums are added up in the order of their spans, by every thread alike. */
+static double step_factor(const job *job, const scratch *s)
+{
+    squares total = {0, 0};
+    for (int64_t i = 0; i < sum_count(job->words); i++) {
+        total.direction += s->sums[i].direction;
+        total.param += s->sums[i].param;
+    }
+    double numel = (double)job->words->numel;
+    double param_rms = sqrt(total.param / numel);
+    double ratio = sqrt(total.direction / numel) / job->scalars->clip;
+    double least = job->scalars->min_param_rms;
+    /* written so that a NaN stays one */
+    return (param_rms < least ? least : param_rms) / (ratio < 1.0 ? 1.0 : ratio);
+}
+
+static void run_stack(const job *job, const kernel *k, team team, scratch *s)
+{
+    const job_words *w = job->words;
+    const int64_t numel = w->matrices * w->rows * w->cols;
+    const int normalizes = w->mechanism == ADAFACTOR;
+    for (int64_t outer = team.rank; outer < w->outer; outer += team.size) {
+        factors f = stack_factors(w, team, s, outer);
+        absorb_stack(job, k, &f, outer);
+        normalise_stack(job, k, &f);
+        if (normalizes)
+            s->sums[outer] = k->measure(job, &f, f.first, numel);
+        else
+            k->update(job, &f, 1.0, f.first, numel);
+    }
+    if (!normalizes)
+        return;
+    meet(team);
+    const double factor = step_factor(job, s);
+    for (int64_t outer = team.rank; outer < w->outer; outer += team.size) {
+        factors f = stack_factors(w, team, s, outer);
+        read_stack(job, k, &f, outer);
+        k->update(job, &f, factor, f.first, numel);
+    }
+}
+
+static void run_whole(const job *job, const kernel *k, team team, scratch *s)
+{
+    const job_words *w = job->words;
+    if (is_stack(w)) {
+        run_stack(job, k, team, s);
+        return;
+    }
+    factors f = {0, s->row, s->col};
+    if (w->v.type == FACTORED)
+        absorb_matrix(job, k, team, s);
+    double factor = 1.0;
+    int64_t first, n;
+    if (w->mechanism == ADAFACTOR) {
+        for (int64_t span = team.rank; span < span_count(w); span += team.size) {
+            span_at(w, span, &first, &n);
+            s->sums[span] = k->measure(job, &f, first, n);
+        }
+        meet(team);
+        factor = step_factor(job, s);
+    }
+    for (int64_t span = team.rank; span < span_count(w); span += team.size) {
+        span_at(w, span, &first, &n);
+        k->update(job, &f, factor, first, n);
+    }
+}
+
+/* ---- all jobs ---- */
+
+/* What one thread does on its own: a span of a pointwise job, or a small whole one. */
+typedef struct {
+    int64_t job, span;
+} item;
+
+typedef struct {
+    item *items;
+    int64_t item_count;
+    int64_t *meetings; /* large whole jobs, for all threads together */
+    int64_t meeting_count;
+    size_t item_scratch, meeting_scratch;
+    int64_t numel;
+} agenda;
+
+static int is_meeting(const job_words *w, int threads) { return is_whole(w) && threads > 1 && w->numel > SMALL; }
+
+static int make_agenda(const job_words *words, int64_t count, int threads, agenda *all)
+{
+    memset(all, 0, sizeof *all);
+    int64_t most = 0;
+    for (int64_t i = 0; i < count; i++)
+        most += is_whole(words + i) ? 1 : span_count(words + i);
+    all->items = malloc(sizeof(item) * (size_t)(most + 1));
+    all->meetings = malloc(sizeof(int64_t) * (size_t)(count + 1));
+    if (!all->items || !all->meetings)
+        return -1;
+    for (int64_t i = 0; i < count; i++) {
+        const job_words *w = words + i;
+        all->numel += w->numel;
+        if (is_meeting(w, threads)) {
+            size_t needed = scratch_bytes(w, threads, NULL, NULL);
+            all->meeting_scratch = needed > all->meeting_scratch ? needed : all->meeting_scratch;
+            all->meetings[all->meeting_count++] = i;
+            continue;
+        }
+        if (is_whole(w)) {
+            size_t needed = scratch_bytes(w, 1, NULL, NULL);
+            all->item_scratch = needed > all->item_scratch ? needed : all->item_scratch;
+        }
+        for (int64_t span = 0; span < (is_whole(w) ? 1 : span_count(w)); span++) {
+            item each = {i, span};
+            all->items[all->item_count++] = each;
+        }
+    }
+    return 0;
+}
+
+static void run_item(const item *it, const job *job, const kernel *k, char *memory)
+{
+    if (is_whole(job->words)) {
+        team alone = {0, 1};
+        scratch parts;
+        scratch_bytes(job->words, 1, &parts, memory);
+        run_whole(job, k, alone, &parts);
+        return;
+    }
+    int64_t first, n;
+    span_at(job->words, it->span, &first, &n);
+    k->update(job, NULL, 1.0, first, n);
+}
+
+int run_jobs(const job_words *words, const job_scalars *scalars, int64_t count, int threads, const kernel *k)
+{
+    agenda all;
+    char *memory = NULL;
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; i++)
+        total += words[i].numel;
+#ifdef _OPENMP
+    threads = total <= SMALL || threads < 1 ? 1 : threads;
+#else
+    threads = 1;
+#endif
+    int failed = make_agenda(words, count, threads, &all);
+    /* one part for each thread's own items, rounded up so that parts stay aligned; meetings come after and use it all */
+    const size_t part = (all.item_scratch + 63) / 64 * 64;
+    if (!failed) {
+        size_t needed = part * (size_t)threads;
+        needed = needed > all.meeting_scratch ? needed : all.meeting_scratch;
+        memory = malloc(needed + 1);
+        failed = memory ? 0 : -1;
+    }
+    if (!failed) {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+#endif
+        {
+            team team = {0, 1};
+#ifdef _OPENMP
+            team.rank = omp_get_thread_num();
+            team.size = omp_get_num_threads();
+#pragma omp for schedule(dynamic)
+#endif
+            for (int64_t i = 0; i < all.item_count; i++) {
+                const item *it = all.items + i;
+                job job = {words + it->job, scalars + it->job};
+                run_item(it, &job, k, memory + part * (size_t)team.rank);
+            }
+            for (int64_t i = 0; i < all.meeting_count; i++) {
+                int64_t index = all.meetings[i];
+                job job = {words + index, scalars + index};
+                scratch parts;
+                scratch_bytes(job.words, threads, &parts, memory);
+                run_whole(&job, k, team, &parts);
+                meet(team);
+            }
+        }
+    }
+    free(memory);
+    free(all.items);
+    free(all.meetings);
+    return failed;
+}

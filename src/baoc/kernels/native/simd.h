@@ -1,0 +1,208 @@
+/* Vectors as wide as the instruction set has them. Arithmetic is the compiler's own (GCC and clang know + - * / < & on
+ * vector types); here is what C has no operator for. */
+#ifndef BAOC_SIMD_H
+#define BAOC_SIMD_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(USE_AVX512)
+#define LANES 16
+#elif defined(USE_AVX2)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+typedef float vfloat __attribute__((vector_size(4 * LANES)));
+typedef int32_t vint __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vuint __attribute__((vector_size(4 * LANES)));
+
+INLINE vfloat vfloat_of(float x) { return x - (vfloat){0}; }
+INLINE vint vint_of(int32_t x) { return x - (vint){0}; }
+
+INLINE vfloat magnitude(vfloat x) { return (vfloat)((vint)x & 0x7fffffff); }
+
+/* Loads and stores of up to LANES elements; a partial one goes through a zeroed buffer. */
+#define DEFINE_LOAD(name, type, element, full)             \
+    INLINE type name(const element *from, int count)       \
+    {                                                      \
+        element part[LANES];                               \
+        if (count < LANES) {                               \
+            memset(part, 0, sizeof part);                  \
+            memcpy(part, from, sizeof(element) * (size_t)count); \
+            from = part;                                   \
+        }                                                  \
+        return full(from);                                 \
+    }
+
+#define DEFINE_STORE(name, type, element, full)            \
+    INLINE void name(element *to, type x, int count)       \
+    {                                                      \
+        if (count == LANES) {                              \
+            full(to, x);                                   \
+        } else {                                           \
+            element part[LANES];                           \
+            full(part, x);                                 \
+            memcpy(to, part, sizeof(element) * (size_t)count); \
+        }                                                  \
+    }
+
+INLINE vfloat load_all(const float *from)
+{
+    vfloat x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+INLINE void store_all(float *to, vfloat x) { memcpy(to, &x, sizeof x); }
+
+/* fused_add is a * b + c, fused_subtract a * b - c and minus_product c - a * b, in one rounding where there is an
+ * instruction for it. */
+#if defined(USE_AVX512)
+
+typedef __mmask16 vmask;
+INLINE vmask less(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
+INLINE vmask at_most(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ); }
+INLINE vmask equal(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ); }
+INLINE vmask unequal(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_NEQ_UQ); }
+INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)_mm512_mask_blend_ps(where, (__m512)no, (__m512)yes); }
+INLINE vint choose_int(vmask where, vint yes, vint no) { return (vint)_mm512_mask_blend_epi32(where, (__m512i)no, (__m512i)yes); }
+INLINE vint add_one(vmask where, vint x) { return (vint)_mm512_mask_add_epi32((__m512i)x, where, (__m512i)x, _mm512_set1_epi32(1)); }
+INLINE vfloat fused_add(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE vfloat fused_subtract(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE vfloat minus_product(vfloat c, vfloat a, vfloat b) { return (vfloat)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE vfloat square_root(vfloat x) { return (vfloat)_mm512_sqrt_ps((__m512)x); }
+INLINE vint larger_int(vint a, vint b) { return (vint)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+INLINE vint smaller_int(vint a, vint b) { return (vint)_mm512_min_epi32((__m512i)a, (__m512i)b); }
+INLINE int32_t largest_lane(vint x) { return _mm512_reduce_max_epi32((__m512i)x); }
+INLINE vfloat to_float(vint x) { return (vfloat)_mm512_cvtepi32_ps((__m512i)x); }
+INLINE vint truncate(vfloat x) { return (vint)_mm512_cvttps_epi32((__m512)x); }
+INLINE vint widen_u16(const uint16_t *from) { return (vint)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)); }
+INLINE vint widen_i8(const int8_t *from) { return (vint)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)); }
+INLINE vint widen_u8(const uint8_t *from) { return (vint)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)); }
+INLINE void narrow_16(uint16_t *to, vint x) { _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)x)); }
+INLINE void narrow_8(uint8_t *to, vint x) { _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)x)); }
+
+#elif defined(USE_AVX2)
+
+typedef vint vmask;
+INLINE vmask less(vfloat a, vfloat b) { return a < b; }
+INLINE vmask at_most(vfloat a, vfloat b) { return a <= b; }
+INLINE vmask equal(vfloat a, vfloat b) { return a == b; }
+INLINE vmask unequal(vfloat a, vfloat b) { return a != b; }
+INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)where); }
+INLINE vint choose_int(vmask where, vint yes, vint no) { return (vint)choose(where, (vfloat)yes, (vfloat)no); }
+INLINE vint add_one(vmask where, vint x) { return x - where; }
+INLINE vfloat fused_add(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE vfloat fused_subtract(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm256_fmsub_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE vfloat minus_product(vfloat c, vfloat a, vfloat b) { return (vfloat)_mm256_fnmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE vfloat square_root(vfloat x) { return (vfloat)_mm256_sqrt_ps((__m256)x); }
+INLINE vint larger_int(vint a, vint b) { return (vint)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+INLINE vint smaller_int(vint a, vint b) { return (vint)_mm256_min_epi32((__m256i)a, (__m256i)b); }
+
+INLINE int32_t largest_lane(vint x)
+{
+    __m128i top = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(top, _mm_shuffle_epi32(top, 0xb1)));
+}
+
+INLINE vfloat to_float(vint x) { return (vfloat)_mm256_cvtepi32_ps((__m256i)x); }
+INLINE vint truncate(vfloat x) { return (vint)_mm256_cvttps_epi32((__m256)x); }
+INLINE vint widen_u16(const uint16_t *from) { return (vint)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)); }
+INLINE vint widen_i8(const int8_t *from) { return (vint)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
+INLINE vint widen_u8(const uint8_t *from) { return (vint)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
+
+INLINE void narrow_16(uint16_t *to, vint x)
+{
+    __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xffff));
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
+    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(packed));
+}
+
+INLINE void narrow_8(uint8_t *to, vint x)
+{
+    __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xff));
+    __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
+    __m128i half = _mm256_castsi256_si128(words);
+    _mm_storel_epi64((__m128i *)to, _mm_packus_epi16(half, half));
+}
+
+#else
+
+typedef vint vmask;
+INLINE vmask less(vfloat a, vfloat b) { return a < b; }
+INLINE vmask at_most(vfloat a, vfloat b) { return a <= b; }
+INLINE vmask equal(vfloat a, vfloat b) { return a == b; }
+INLINE vmask unequal(vfloat a, vfloat b) { return a != b; }
+INLINE vint choose_int(vmask where, vint yes, vint no) { return (where & yes) | (~where & no); }
+INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)choose_int(where, (vint)yes, (vint)no); }
+INLINE vint add_one(vmask where, vint x) { return x - where; }
+INLINE vfloat fused_add(vfloat a, vfloat b, vfloat c) { return a * b + c; }
+INLINE vfloat fused_subtract(vfloat a, vfloat b, vfloat c) { return a * b - c; }
+INLINE vfloat minus_product(vfloat c, vfloat a, vfloat b) { return c - a * b; }
+INLINE vfloat square_root(vfloat x)
+{
+    for (int i = 0; i < LANES; i++)
+        x[i] = sqrtf(x[i]);
+    return x;
+}
+
+INLINE vint larger_int(vint a, vint b) { return choose_int(a > b, a, b); }
+INLINE vint smaller_int(vint a, vint b) { return choose_int(a < b, a, b); }
+
+INLINE int32_t largest_lane(vint x)
+{
+    int32_t best = x[0];
+    for (int i = 1; i < LANES; i++)
+        best = x[i] > best ? x[i] : best;
+    return best;
+}
+
+INLINE vfloat to_float(vint x) { return __builtin_convertvector(x, vfloat); }
+/* C does not say what becomes of a NaN. */
+INLINE vint truncate(vfloat x) { return __builtin_convertvector(choose(x == x, x, (vfloat){0}), vint); }
+
+#define DEFINE_WIDEN(name, element)              \
+    INLINE vint name(const element *from)        \
+    {                                            \
+        vint x;                                  \
+        for (int i = 0; i < LANES; i++)          \
+            x[i] = from[i];                      \
+        return x;                                \
+    }
+DEFINE_WIDEN(widen_u16, uint16_t)
+DEFINE_WIDEN(widen_i8, int8_t)
+DEFINE_WIDEN(widen_u8, uint8_t)
+
+INLINE void narrow_16(uint16_t *to, vint x)
+{
+    for (int i = 0; i < LANES; i++)
+        to[i] = (uint16_t)x[i];
+}
+
+INLINE void narrow_8(uint8_t *to, vint x)
+{
+    for (int i = 0; i < LANES; i++)
+        to[i] = (uint8_t)x[i];
+}
+
+#endif
+
+DEFINE_LOAD(load, vfloat, float, load_all)
+DEFINE_LOAD(load_u16, vint, uint16_t, widen_u16)
+DEFINE_LOAD(load_i8, vint, int8_t, widen_i8)
+DEFINE_LOAD(load_u8, vint, uint8_t, widen_u8)
+DEFINE_STORE(store, vfloat, float, store_all)
+DEFINE_STORE(store_16, vint, uint16_t, narrow_16)
+DEFINE_STORE(store_8, vint, uint8_t, narrow_8)
+
+#endif

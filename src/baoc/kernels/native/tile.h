@@ -1,0 +1,608 @@
+/* The update over tiles that stay in the L1 cache: decode, one mechanism's math in fp32, encode.
+ *
+ * This file is compiled once per instruction set (see isa_*.c) and holds no thread code. Nothing is contracted to fused
+ * multiply-adds and sums go through a fixed number of lanes in a fixed order, so all instruction sets give the same
+ * bits. The reference is `baoc/kernels/update.py` with the codecs and mechanisms that it calls; tests compare the two
+ * for every configuration.
+ */
+#include "codec.h"
+#include "kernel.h"
+
+/* ---- sums ---- */
+
+#define SUM_LANES 16
+#define SUM_VECTORS (SUM_LANES / LANES)
+
+typedef struct {
+    vfloat part[SUM_VECTORS];
+} lanes;
+
+static double sum_of(const lanes *sums, const float *tail, int64_t count, int squared)
+{
+    double total = 0;
+    for (int i = 0; i < SUM_LANES; i++)
+        total += (double)sums->part[i / LANES][i % LANES];
+    for (int64_t i = 0; i < count; i++)
+        total += squared ? (double)tail[i] * (double)tail[i] : (double)tail[i];
+    return total;
+}
+
+static double sum_of_squares(const float *x, int64_t n)
+{
+    lanes sums = {0};
+    int64_t i = 0;
+    for (; i + SUM_LANES <= n; i += SUM_LANES)
+        for (int k = 0; k < SUM_VECTORS; k++) {
+            vfloat each = load(x + i + k * LANES, LANES);
+            sums.part[k] += each * each;
+        }
+    return sum_of(&sums, x + i, n - i, 1);
+}
+
+static double sum(const float *x, int64_t n)
+{
+    lanes sums = {0};
+    int64_t i = 0;
+    for (; i + SUM_LANES <= n; i += SUM_LANES)
+        for (int k = 0; k < SUM_VECTORS; k++)
+            sums.part[k] += load(x + i + k * LANES, LANES);
+    return sum_of(&sums, x + i, n - i, 0);
+}
+
+/* How many of a vector's lanes are left at element `i` of `n`. */
+INLINE int lanes_left(int n, int i) { return n - i < LANES ? n - i : LANES; }
+
+/* ---- dense arrays ---- */
+
+static float *floats_of(const array *stored, int64_t first, int n, float *out)
+{
+    if (stored->type == FP32)
+        return (float *)(intptr_t)stored->data + first;
+    const uint16_t *data = (const uint16_t *)(intptr_t)stored->data + first;
+    for (int i = 0; i < n; i += LANES)
+        store(out + i, decode_bf16(load_u16(data + i, lanes_left(n, i))), lanes_left(n, i));
+    return out;
+}
+
+static void write_param(const array *stored, int64_t first, int n, const float *x)
+{
+    if (stored->type == FP32)
+        return; /* updated in place */
+    uint16_t *data = (uint16_t *)(intptr_t)stored->data + first;
+    for (int i = 0; i < n; i += LANES)
+        store_16(data + i, round_to_bf16(load(x + i, lanes_left(n, i))), lanes_left(n, i));
+}
+
+/* fp32 gradient, with L2 decay if there is any. */
+static const float *gradient(const job *job, int64_t first, int n, float *out)
+{
+    const float *g = floats_of(&job->words->grad, first, n, out);
+    const float decay = (float)job->scalars->coupled_decay;
+    if (!job->words->negate && decay == 0.0f)
+        return g;
+    float scratch[TILE];
+    const float *p = floats_of(&job->words->param, first, n, scratch);
+    const float sign = job->words->negate ? -1.0f : 1.0f;
+    for (int i = 0; i < n; i += LANES) {
+        vfloat signed_g = load(g + i, lanes_left(n, i)) * sign;
+        store(out + i, decay == 0.0f ? signed_g : signed_g + load(p + i, lanes_left(n, i)) * decay, lanes_left(n, i));
+    }
+    return out;
+}
+
+/* A group's scale from the bits of its largest |value|: zero stays zero, and a NaN stays one. */
+INLINE float scale_of(int32_t bits)
+{
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return bits && scale < SMALLEST_SCALE ? SMALLEST_SCALE : scale;
+}
+
+/* What values are multiplied with to become levels; no NaN, so that codes are always in range. */
+INLINE float levels_of(float levels, float scale) { return levels / (scale > SMALLEST_SCALE ? scale : SMALLEST_SCALE); }
+
+/* ---- mechanisms ---- */
+
+typedef struct {
+    float step, shrink;
+    float m_keep, m_add, v_keep, v_add;
+    float root_scale, root_floor, eps;
+} numbers;
+
+static numbers numbers_of(const job *job, double factor)
+{
+    const job_scalars *s = job->scalars;
+    /* a factored v has taken in the gradient already: it comes expanded, to be kept as it is */
+    const int whole = job->words->v.type == FACTORED;
+    const int adam = job->words->mechanism == ADAM;
+    numbers c = {
+        .step = (float)(adam ? s->step / s->m_mass : s->step * factor),
+        .shrink = (float)s->shrink,
+        .m_keep = (float)s->m_keep,
+        .m_add = (float)s->m_add,
+        .v_keep = whole ? 1.0f : (float)s->v_keep,
+        .v_add = whole ? 0.0f : (float)s->v_add,
+        .root_scale = (float)(adam ? 1.0 / s->v_mass_sqrt : 0.0),
+        .root_floor = (float)sqrt(s->v_floor),
+        .eps = (float)s->eps,
+    };
+    return c;
+}
+
+/* The update before the step length, in units of `numbers.step`. */
+INLINE vfloat direction(int mechanism, const numbers *c, vfloat g, vfloat m, vfloat v_root)
+{
+    switch (mechanism) {
+    case MOMENTUM: return m * c->step;
+    case ADAM: return m * c->step / fused_add(v_root, vfloat_of(c->root_scale), vfloat_of(c->eps));
+    case ADAFACTOR: return g / choose(less(v_root, vfloat_of(c->root_floor)), vfloat_of(c->root_floor), v_root) * c->step;
+    default: return g * c->step;
+    }
+}
+
+/* ---- a tile ---- */
+
+#define MOST_GROUPS (TILE / 8) /* rows with fewer than 8 elements are never int8 */
+
+/* A slot's numbers for the elements of a tile. */
+typedef struct {
+    void *data;    /* dense numbers, codes, or an expanded second moment */
+    float *scales; /* int8: one for each group */
+    float *fresh;  /* scratch for new values that cannot be stored yet */
+    uint32_t phase;
+} slot;
+
+typedef struct {
+    numbers c;
+    int64_t first; /* flat index in the tensor */
+    const float *g;
+    float *p;
+    slot m, v;
+    int groups;
+    int starts[MOST_GROUPS + 1]; /* of the groups, and the end of the last; one group if no slot is int8 */
+} tile;
+
+/* Old values of a slot; levels if it is int8. */
+INLINE vfloat read(int type, int is_signed, const slot *s, int i, int count)
+{
+    switch (type) {
+    case BF16: return decode_bf16(load_u16((const uint16_t *)s->data + i, count));
+    case INT8:
+        return is_signed ? decode_signed(load_i8((const int8_t *)s->data + i, count))
+                         : decode_unsigned(load_u8((const uint8_t *)s->data + i, count));
+    default: return load((const float *)s->data + i, count);
+    }
+}
+
+/* An element without gradient must not move further than exact state would let it: its momentum is rounded down, and
+ * its second moment up for as long as there is momentum to divide. */
+INLINE vmask is_idle(vfloat g) { return equal(g, vfloat_of(0.0f)); }
+INLINE vmask is_idle_with(vfloat g, vfloat m) { return is_idle(g) & unequal(m, vfloat_of(0.0f)); }
+
+INLINE vint noise_of_m(vuint sequence, vfloat g)
+{
+    return choose_int(is_idle(g), vint_of(LEAST_NOISE), noise(sequence));
+}
+
+INLINE vint noise_of_v(vuint sequence, vfloat g, vfloat m)
+{
+    return choose_int(is_idle_with(g, m), vint_of(LARGEST_NOISE), noise(sequence));
+}
+
+INLINE vfloat threshold_of_m(vuint sequence, vfloat g)
+{
+    return choose(is_idle(g), vfloat_of(LARGEST_THRESHOLD + 1), threshold_plus_one(sequence));
+}
+
+INLINE vfloat threshold_of_v(vuint sequence, vfloat g, vfloat m)
+{
+    return choose(is_idle_with(g, m), vfloat_of(LEAST_THRESHOLD + 1), threshold_plus_one(sequence));
+}
+
+/* What goes from one vector to the next: where rounding stands, and the largest |value| of the group so far, lane by
+ * lane. Sizes are compared as integers, which orders |x| the same way and puts NaN on top: a NaN is never lost. */
+typedef struct {
+    vuint m_sequence, v_sequence;
+    vint m_top, v_top;
+} progress;
+
+INLINE progress start(const tile *t, int i)
+{
+    progress at = {sequence_at(t->m.phase, t->first + i), sequence_at(t->v.phase, t->first + i), {0}, {0}};
+    return at;
+}
+
+INLINE progress next(progress at)
+{
+    at.m_sequence = next_sequence(at.m_sequence);
+    at.v_sequence = next_sequence(at.v_sequence);
+    return at;
+}
+
+/* int8: how a group's values become levels. */
+typedef struct {
+    float m, v_root;
+} levels_per_unit;
+
+/* What old values are multiplied with. */
+typedef struct {
+    float m, v;
+} keeps;
+
+/* The first three arguments are known to the compiler wherever this is called, so each use becomes a loop of its own
+ * without branches. */
+INLINE progress advance_vector(int mechanism, int m_type, int v_type, const tile *t, keeps keep, progress at, int i,
+                               int count)
+{
+    vfloat g = load(t->g + i, count), m = {0}, v = {0};
+    if (m_type)
+        m = fused_add(read(m_type, 1, &t->m, i, count), vfloat_of(keep.m), g * t->c.m_add);
+    if (v_type == FACTORED) /* has taken in the gradient already */
+        v = load((const float *)t->v.data + i, count);
+    else if (v_type)
+        v = fused_add(read(v_type, 0, &t->v, i, count), vfloat_of(keep.v), g * g * t->c.v_add);
+    const vfloat v_root = v_type ? square_root(v) : v;
+    const vfloat move = direction(mechanism, &t->c, g, m, v_root);
+    store(t->p + i, fused_subtract(load(t->p + i, count), vfloat_of(t->c.shrink), move), count);
+    switch (m_type) {
+    case FP32: store((float *)t->m.data + i, m, count); break;
+    case BF16: store_16((uint16_t *)t->m.data + i, encode_bf16(m, noise_of_m(at.m_sequence, g)), count); break;
+    case INT8: at.m_top = larger_int(at.m_top, (vint)magnitude(m)); break;
+    }
+    switch (v_type) {
+    case FP32: store((float *)t->v.data + i, v, count); break;
+    case BF16: store_16((uint16_t *)t->v.data + i, encode_bf16(v, noise_of_v(at.v_sequence, g, m)), count); break;
+    case INT8: at.v_top = larger_int(at.v_top, (vint)magnitude(v)); break;
+    }
+    if (m_type == INT8 || v_type == INT8)
+        store(t->m.fresh + i, m, count); /* for v too: how it rounds depends on m */
+    if (v_type == INT8)
+        store(t->v.fresh + i, v_root, count); /* dear to compute, and the root that v's code needs starts from it */
+    return next(at);
+}
+
+/* Encoding works in the L1 cache alone: meanwhile the memory bus can bring the next tile. */
+INLINE void fetch_ahead(int m_type, int v_type, const tile *t, int i)
+{
+    const uintptr_t g = (uintptr_t)t->g, p = (uintptr_t)t->p, m = (uintptr_t)t->m.data, v = (uintptr_t)t->v.data;
+    const uintptr_t next = (uintptr_t)(i + TILE);
+    __builtin_prefetch((const void *)(g + 4 * next), 0);
+    __builtin_prefetch((const void *)(p + 4 * next), 1);
+    if (m_type == INT8)
+        __builtin_prefetch((const void *)(m + next), 1);
+    if (v_type == INT8)
+        __builtin_prefetch((const void *)(v + next), 1);
+}
+
+/* Square roots take long: those of a vector are begun while the one before it is encoded. */
+typedef struct {
+    vfloat m, m_level, m_root;
+    vfloat v_root, v_fourth_root;
+} roots;
+
+INLINE roots begin_roots(int m_type, int v_type, const tile *t, levels_per_unit levels, int i)
+{
+    roots r = {.m = load(t->m.fresh + i, LANES)};
+    if (m_type == INT8) {
+        r.m_level = level_of_signed(r.m, levels.m);
+        r.m_root = square_root(r.m_level);
+    }
+    if (v_type == INT8) {
+        r.v_root = load(t->v.fresh + i, LANES) * levels.v_root;
+        r.v_fourth_root = square_root(r.v_root);
+    }
+    return r;
+}
+
+INLINE progress encode_vector(int m_type, int v_type, const tile *t, roots r, progress at, int i, int count)
+{
+    fetch_ahead(m_type, v_type, t, i);
+    const vfloat g = load(t->g + i, count);
+    if (m_type == INT8) {
+        vint code = encode_signed(r.m, r.m_level, r.m_root, threshold_of_m(at.m_sequence, g));
+        store_8((uint8_t *)t->m.data + i, code, count);
+    }
+    if (v_type == INT8) {
+        vint code = encode_unsigned(r.v_root, r.v_fourth_root, threshold_of_v(at.v_sequence, g, r.m));
+        store_8((uint8_t *)t->v.data + i, code, count);
+    }
+    return next(at);
+}
+
+/* Three rounds, so that the slow way from a group's values to its scale is gone for all groups at once. */
+INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
+{
+    int32_t m_tops[MOST_GROUPS], v_tops[MOST_GROUPS];
+    levels_per_unit levels[MOST_GROUPS];
+    for (int group = 0; group < t->groups; group++) {
+        const int end = t->starts[group + 1];
+        int i = t->starts[group];
+        const keeps keep = {m_type == INT8 ? t->c.m_keep * (t->m.scales[group] * (1 / SIGNED_LEVELS)) : t->c.m_keep,
+                            v_type == INT8 ? t->c.v_keep * (t->v.scales[group] * (1 / UNSIGNED_LEVELS)) : t->c.v_keep};
+        progress at = start(t, i);
+        for (; i + LANES <= end; i += LANES)
+            at = advance_vector(mechanism, m_type, v_type, t, keep, at, i, LANES);
+        if (i < end)
+            at = advance_vector(mechanism, m_type, v_type, t, keep, at, i, end - i);
+        if (m_type == INT8)
+            m_tops[group] = largest_lane(at.m_top);
+        if (v_type == INT8)
+            v_tops[group] = largest_lane(at.v_top);
+    }
+    if (m_type != INT8 && v_type != INT8)
+        return;
+    for (int group = 0; group < t->groups; group++) {
+        if (m_type == INT8) {
+            t->m.scales[group] = scale_of(m_tops[group]);
+            levels[group].m = levels_of(SIGNED_LEVELS, t->m.scales[group]);
+        }
+        if (v_type == INT8) {
+            t->v.scales[group] = scale_of(v_tops[group]);
+            levels[group].v_root = sqrtf(levels_of(UNSIGNED_LEVELS, t->v.scales[group]));
+        }
+    }
+    for (int group = 0; group < t->groups; group++) {
+        const int end = t->starts[group + 1];
+        int i = t->starts[group];
+        progress at = start(t, i);
+        roots ready = begin_roots(m_type, v_type, t, levels[group], i);
+        for (; i + LANES <= end; i += LANES) {
+            roots begun = begin_roots(m_type, v_type, t, levels[group], i + LANES);
+            at = encode_vector(m_type, v_type, t, ready, at, i, LANES);
+            ready = begun;
+        }
+        if (i < end)
+            encode_vector(m_type, v_type, t, ready, at, i, end - i);
+    }
+}
+
+#define CASE(mechanism, m_type, v_type) \
+    case (mechanism) * 100 + (m_type) * 10 + (v_type): advance(mechanism, m_type, v_type, t); break;
+#define CASES_OF_V(mechanism, m_type) \
+    CASE(mechanism, m_type, FP32) CASE(mechanism, m_type, BF16) CASE(mechanism, m_type, INT8) \
+    CASE(mechanism, m_type, FACTORED)
+
+static void advance_tile(const job_words *w, const tile *t)
+{
+    switch (w->mechanism * 100 + w->m.type * 10 + w->v.type) {
+        CASE(SGD, 0, 0)
+        CASE(MOMENTUM, FP32, 0)
+        CASE(MOMENTUM, BF16, 0)
+        CASE(MOMENTUM, INT8, 0)
+        CASES_OF_V(ADAM, FP32)
+        CASES_OF_V(ADAM, BF16)
+        CASES_OF_V(ADAM, INT8)
+        CASES_OF_V(ADAFACTOR, 0)
+    }
+}
+
+/* Visits the int8 groups of a tile that starts on one. */
+typedef struct {
+    int64_t row, column, group;
+} group_cursor;
+
+static group_cursor group_at(int64_t row, int64_t first)
+{
+    int64_t groups = (row + GROUP - 1) / GROUP;
+    group_cursor at = {row, first % row, first / row * groups + first % row / GROUP};
+    return at;
+}
+
+static int next_group(group_cursor *at)
+{
+    int width = (int)(at->row - at->column < GROUP ? at->row - at->column : GROUP);
+    at->column = at->column + width == at->row ? 0 : at->column + width;
+    at->group++;
+    return width;
+}
+
+static slot slot_at(const array *stored, int64_t element, int64_t group, int64_t phase, float *fresh)
+{
+    const int64_t size = stored->type == INT8 ? 1 : stored->type == BF16 ? 2 : 4;
+    slot s = {(char *)(intptr_t)stored->data + element * size,
+              stored->type == INT8 ? (float *)(intptr_t)stored->scales + group : NULL, fresh, (uint32_t)phase};
+    return s;
+}
+
+/* v of elements [first, first + n) of one stack of matrices, from its factors. */
+static void expand(const job_words *w, const factors *f, int64_t first, int n, float *out)
+{
+    int64_t line = first / w->cols, column = first % w->cols; /* line: a row of any of the matrices */
+    while (n > 0) {
+        const int width = (int)(w->cols - column < n ? w->cols - column : n);
+        const float row = f->row[line];
+        const float *col = f->col + line / w->rows * w->cols + column;
+        for (int i = 0; i < width; i++)
+            out[i] = row * col[i];
+        out += width;
+        n -= width;
+        column = 0;
+        line++;
+    }
+}
+
+static void update_tile(const job *job, const factors *f, const numbers *c, int64_t first, int n)
+{
+    const job_words *w = job->words;
+    float g[TILE], p[TILE], m[TILE + 2 * LANES], v[TILE + 2 * LANES];
+    group_cursor at = group_at(w->row, first);
+    tile t;
+    t.c = *c;
+    t.first = first;
+    t.g = gradient(job, first, n, g);
+    t.p = floats_of(&w->param, first, n, p);
+    t.m = slot_at(&w->m, first, at.group, w->m_phase, m);
+    t.v = slot_at(&w->v, first, at.group, w->v_phase, v);
+    if (w->v.type == FACTORED) {
+        expand(w, f, first - f->first, n, v);
+        t.v.data = v;
+    }
+    t.groups = 0;
+    t.starts[0] = 0;
+    while (t.starts[t.groups] < n) {
+        int width = w->m.type == INT8 || w->v.type == INT8 ? next_group(&at) : n;
+        t.starts[t.groups + 1] = t.starts[t.groups] + width;
+        t.groups++;
+    }
+    advance_tile(w, &t);
+    write_param(&w->param, first, n, t.p);
+}
+
+static void ISA(update)(const job *job, const factors *f, double factor, int64_t first, int64_t n)
+{
+    const numbers c = numbers_of(job, factor);
+    for (int64_t done = 0, width; done < n; done += width) {
+        width = tile_width(job->words, first + done, n - done);
+        update_tile(job, f, &c, first + done, (int)width);
+    }
+}
+
+/* ---- Adafactor's first look, which changes nothing ---- */
+
+static const float *read_v(const array *stored, int64_t row, int64_t first, int n, float *out)
+{
+    if (stored->type != INT8)
+        return floats_of(stored, first, n, out);
+    group_cursor at = group_at(row, first);
+    const uint8_t *codes = (const uint8_t *)(intptr_t)stored->data + first;
+    for (int done = 0, width; done < n; done += width) {
+        const float unit = ((const float *)(intptr_t)stored->scales)[at.group] * (1 / UNSIGNED_LEVELS);
+        width = next_group(&at);
+        for (int i = 0; i < width; i += LANES) {
+            const int count = lanes_left(width, i);
+            store(out + done + i, decode_unsigned(load_u8(codes + done + i, count)) * unit, count);
+        }
+    }
+    return out;
+}
+
+static squares measure_tile(const job *job, const factors *f, const numbers *c, int64_t first, int n)
+{
+    const job_words *w = job->words;
+    float g_scratch[TILE], v_scratch[TILE], p_scratch[TILE], directions[TILE];
+    const float *g = gradient(job, first, n, g_scratch);
+    const float *v_old = v_scratch;
+    if (w->v.type == FACTORED)
+        expand(w, f, first - f->first, n, v_scratch);
+    else
+        v_old = read_v(&w->v, w->row, first, n, v_scratch);
+    for (int i = 0; i < n; i += LANES) {
+        const int count = lanes_left(n, i);
+        vfloat gi = load(g + i, count), none = {0}, v = load(v_old + i, count);
+        if (w->v.type != FACTORED)
+            v = v * c->v_keep + gi * gi * c->v_add;
+        store(directions + i, direction(ADAFACTOR, c, gi, none, square_root(v)), count);
+    }
+    squares result = {sum_of_squares(directions, n), sum_of_squares(floats_of(&w->param, first, n, p_scratch), n)};
+    return result;
+}
+
+static squares ISA(measure)(const job *job, const factors *f, int64_t first, int64_t n)
+{
+    numbers c = numbers_of(job, 1.0);
+    c.step = 1.0f;
+    squares total = {0, 0};
+    for (int64_t done = 0, width; done < n; done += width) {
+        width = tile_width(job->words, first + done, n - done);
+        squares part = measure_tile(job, f, &c, first + done, (int)width);
+        total.direction += part.direction;
+        total.param += part.param;
+    }
+    return total;
+}
+
+/* ---- factors ---- */
+
+/* Adds the squared gradients of some lines of one matrix to sums over its columns, and sets the means of its rows. */
+static void ISA(absorb)(const job *job, int64_t first, int64_t lines, float *row_means, float *col_sums)
+{
+    const int64_t cols = job->words->cols;
+    float scratch[TILE];
+    for (int64_t line = 0; line < lines; line++) {
+        double total = 0;
+        for (int64_t column = 0; column < cols; column += TILE) {
+            const int n = (int)(cols - column < TILE ? cols - column : TILE);
+            const float *g = gradient(job, first + line * cols + column, n, scratch);
+            float *sums = col_sums + column;
+            total += sum_of_squares(g, n);
+            for (int i = 0; i < n; i += LANES) {
+                const int count = lanes_left(n, i);
+                vfloat each = load(g + i, count);
+                store(sums + i, load(sums + i, count) + each * each, count);
+            }
+        }
+        row_means[line] = (float)(total / (double)cols);
+    }
+}
+
+static void encode_factor(const array *stored, int64_t row, int64_t first, int n, const float *x, uint32_t phase)
+{
+    if (stored->type == FP32) {
+        memcpy((float *)(intptr_t)stored->data + first, x, sizeof(float) * (size_t)n);
+        return;
+    }
+    group_cursor cursor = group_at(row, first);
+    for (int done = 0, width; done < n; done += width) {
+        float root_levels = 0.0f;
+        float *scale = (float *)(intptr_t)stored->scales + cursor.group;
+        width = stored->type == INT8 ? next_group(&cursor) : n;
+        if (stored->type == INT8) {
+            vint top = {0};
+            for (int i = 0; i < width; i += LANES)
+                top = larger_int(top, (vint)magnitude(load(x + done + i, lanes_left(width, i))));
+            *scale = scale_of(largest_lane(top));
+            root_levels = sqrtf(levels_of(UNSIGNED_LEVELS, *scale));
+        }
+        for (int i = done; i < done + width; i += LANES) {
+            const int count = lanes_left(done + width, i);
+            const vfloat value = load(x + i, count);
+            const vuint at = sequence_at(phase, first + i);
+            if (stored->type == INT8) {
+                const vfloat root = square_root(value) * root_levels;
+                const vint code = encode_unsigned(root, square_root(root), threshold_plus_one(at));
+                store_8((uint8_t *)(intptr_t)stored->data + first + i, code, count);
+            } else {
+                store_16((uint16_t *)(intptr_t)stored->data + first + i, encode_bf16(value, noise(at)), count);
+            }
+        }
+    }
+}
+
+static void ISA(read_factor)(const array *factor, int64_t row, int64_t first, int64_t n, float *out)
+{
+    for (int64_t done = 0, width; done < n; done += width) {
+        width = n - done < TILE ? n - done : TILE;
+        const float *x = read_v(factor, row, first + done, (int)width, out + done);
+        if (x != out + done)
+            memcpy(out + done, x, sizeof(float) * (size_t)width);
+    }
+}
+
+/* factor <- keep * factor + add * mean, for `n` numbers from flat index `first` on, which starts a row of the factor.
+ * `means` becomes what was stored, decoded. */
+static void ISA(blend)(const array *factor, const job *job, int64_t row, int64_t first, int64_t n, float *means)
+{
+    const float keep = (float)job->scalars->v_keep, add = (float)job->scalars->v_add;
+    for (int64_t done = 0, width; done < n; done += width) {
+        width = n - done < TILE ? n - done : TILE;
+        float scratch[TILE];
+        const float *old = read_v(factor, row, first + done, (int)width, scratch);
+        for (int64_t i = 0; i < width; i++)
+            means[done + i] = old[i] * keep + means[done + i] * add;
+        encode_factor(factor, row, first + done, (int)width, means + done, (uint32_t)job->words->v_phase);
+    }
+    ISA(read_factor)(factor, row, first, n, means);
+}
+
+/* Divides the columns of a matrix by their mean. */
+static void ISA(normalise)(float *col, int64_t cols, double mean_floor)
+{
+    const float mean = (float)(sum(col, cols) / (double)cols);
+    const float least = mean < (float)mean_floor ? (float)mean_floor : mean;
+    for (int64_t i = 0; i < cols; i++)
+        col[i] = col[i] / least;
+}
+
+const kernel ISA(kernel) = {
+    ISA(update), ISA(measure), ISA(absorb), ISA(blend), ISA(read_factor), ISA(normalise),
+};

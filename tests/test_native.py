@@ -1,0 +1,279 @@
+"""The native kernel does what the eager one does, whatever the instruction set and the number of threads."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from baoc import BlockOptimizer, Configuration, kernels, migrate, parse
+from baoc.kernels import native
+from baoc.kernels.eager import EagerKernel
+from baoc.kernels.native import NativeKernel
+from baoc.kernels.update import Job
+from baoc.spec import Hyper, rounding_phase
+from tests.cases import CONFIGURATIONS, SHAPES, by_configuration, gradients
+
+ROOT = Path(__file__).parents[1]
+HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
+DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
+LARGE = [(300, 700), (70_001,), (6, 90, 130), (3, 40_000), (48, 40, 3, 3)]  # more than one thread's worth
+
+needs_native = pytest.mark.skipif(native.obstacle() is not None, reason="the native kernels are not built")
+by_isa = {"argnames": "isa", "argvalues": NativeKernel.isas()}
+
+
+class Trained:
+    """A parameter with its state, advanced by any kernel."""
+
+    def __init__(
+        self, configuration: Configuration, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.configuration, self.shape, self.age = configuration, shape, 0
+        values = torch.randn(shape or (1,), generator=torch.Generator().manual_seed(1))
+        self.param = values.to(dtype)
+        self.state = migrate.new_state(configuration.layout(shape), torch.device("cpu"))
+
+    def copy(self) -> Trained:
+        other = Trained(self.configuration, self.shape, self.param.dtype)
+        other.param, other.age = self.param.clone(), self.age
+        other.state = {key: held.clone() if isinstance(held, Tensor) else held for key, held in self.state.items()}
+        return other
+
+    def step(self, kernel: kernels.Kernel, grad: Tensor, **settings: float) -> Trained:
+        self.age += 1
+        slots, mechanism = self.configuration.layout(self.shape).slots, self.configuration.mechanism
+        hyper = Hyper(**{"lr": 1e-2, "weight_decay": 0.1} | settings)
+        job = Job(
+            mechanism,
+            slots,
+            self.param,
+            grad,
+            {stored.key(name): self.state[stored.key(name)] for stored in slots for name in stored.buffer_names},
+            mechanism.scalars(hyper, {stored.slot.name: self.age for stored in slots}),
+            {stored.slot.name: rounding_phase(self.age, i) for i, stored in enumerate(slots)},
+        )
+        kernel.run([job])
+        return self
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {"param": self.param} | {key: held for key, held in self.state.items() if isinstance(held, Tensor)}
+
+
+def assert_same_bits(one: Trained, other: Trained) -> None:
+    for key, held in one.buffers().items():
+        assert torch.equal(other.buffers()[key].nan_to_num(), held.nan_to_num()), key
+
+
+def assert_same_to_rounding(reference: Trained, other: Trained) -> None:
+    """Sums may differ in their order, products in being fused; so a value on the edge may take the next code."""
+    for key, held in reference.buffers().items():
+        found = other.buffers()[key]
+        assert found.dtype == held.dtype
+        if held.dtype in (torch.int8, torch.uint8):
+            apart = (found.int() - held.int()).abs()
+            assert apart.max() <= 1, key
+            assert (apart > 0).sum() <= max(1, held.numel() // 1000), key
+            continue
+        span = held.float().abs().max() * 1e-6
+        if held.dtype == torch.bfloat16:
+            code = 2.0**-7 * held.float().abs() + span
+            assert ((found.float() - held.float()).abs() <= code).all(), key
+            assert (found != held).sum() <= max(1, held.numel() // 100), key
+        else:
+            assert torch.allclose(found, held, rtol=1e-5, atol=float(span)), key
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="there is no C compiler")
+def test_an_install_with_a_compiler_has_the_native_kernel():
+    assert native.obstacle() is None
+    assert "plain" in NativeKernel.isas()
+
+
+@needs_native
+@pytest.mark.parametrize(**by_isa)
+@pytest.mark.parametrize(**by_configuration)
+def test_native_equals_eager(configuration, isa):
+    for shape in [shape for shape in SHAPES.values() if math.prod(shape)]:
+        for param_dtype, grad_dtype in DTYPES:
+            trained = Trained(configuration, shape, param_dtype)
+            for grad in gradients(shape or (1,), 3, dtype=grad_dtype):
+                grad.view(-1)[::7] = 0  # elements that rest
+                expected = trained.copy().step(EagerKernel(), grad)
+                trained.step(NativeKernel(isa), grad)
+                if not _edge_of_a_factor(expected, trained):
+                    assert_same_to_rounding(expected, trained)
+
+
+def _edge_of_a_factor(expected: Trained, found: Trained) -> bool:
+    """A low-precision factor that took the next code moves a whole row or column; the next step starts from there."""
+    low = [
+        key for key, held in expected.buffers().items() if ".row" in key or ".col" in key if held.dtype != torch.float32
+    ]
+    return any(not torch.equal(expected.buffers()[key], found.buffers()[key]) for key in low)
+
+
+@needs_native
+@pytest.mark.parametrize(**by_configuration)
+def test_results_do_not_depend_on_the_number_of_threads(configuration):
+    before = torch.get_num_threads()
+    try:
+        for shape in LARGE:
+            trained: dict[int, Trained] = {}
+            for threads in (1, 2, 3, 8):
+                torch.set_num_threads(threads)
+                trained[threads] = Trained(configuration, shape)
+                for grad in gradients(shape, 2):
+                    trained[threads].step(NativeKernel(), grad)
+                assert_same_bits(trained[1], trained[threads])
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
+@pytest.mark.skipif({"avx2", "avx512"} - set(NativeKernel.isas()) != set(), reason="needs AVX2 and AVX-512")
+@pytest.mark.parametrize(**by_configuration)
+def test_results_do_not_depend_on_the_width_of_vectors(configuration):
+    for shape in (*LARGE, (61, 83), (9, 700), (16, 12, 5, 5)):
+        trained = [Trained(configuration, shape), Trained(configuration, shape)]
+        for grad in gradients(shape, 3):
+            for each, isa in zip(trained, ("avx2", "avx512")):
+                each.step(NativeKernel(isa), grad)
+        assert_same_bits(*trained)
+
+
+@needs_native
+@pytest.mark.parametrize(**by_isa)
+@pytest.mark.parametrize(**by_configuration)
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_broken_gradient_shows_where_the_eager_kernel_shows_it(configuration, isa, broken):
+    for shape in ((40, 300), (4, 40, 50)):
+        trained = Trained(configuration, shape)
+        grads = list(gradients(shape, 3))
+        grads[1].view(-1)[777] = broken
+        for grad in grads:
+            expected = trained.copy().step(EagerKernel(), grad)
+            trained.step(NativeKernel(isa), grad)
+        assert torch.equal(expected.param.isfinite(), trained.param.isfinite())
+        assert not trained.param.isfinite().all()
+
+
+@needs_native
+@pytest.mark.parametrize(**by_configuration)
+def test_tiny_and_huge_gradients_stay_finite(configuration):
+    for scale in (1e-30, 1e-18, 1e15):
+        trained = Trained(configuration, (40, 300))
+        for grad in gradients((40, 300), 3):
+            expected = trained.copy().step(EagerKernel(), grad * scale, lr=1e-3 / scale if scale > 1 else 1e-3)
+            trained.step(NativeKernel(), grad * scale, lr=1e-3 / scale if scale > 1 else 1e-3)
+        assert trained.param.isfinite().all()
+        torch.testing.assert_close(trained.param, expected.param, rtol=1e-4, atol=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_what_it_does_not_serve_runs_eagerly(dtype):
+    for configuration in CONFIGURATIONS:
+        trained = Trained(configuration, (70, 80), dtype)
+        other = trained.copy()
+        for grad in gradients((70, 80), 2, dtype=dtype):
+            trained.step(NativeKernel(), grad)
+            other.step(EagerKernel(), grad)
+        assert_same_bits(trained, other)
+
+
+@needs_native
+def test_strided_parameters_and_gradients_are_updated_in_place():
+    for layout in (lambda x: x.t(), lambda x: x[:, ::2]):
+        results = []
+        for kernel in ("native", "eager"):
+            param = nn.Parameter(layout(torch.ones(80, 160)))
+            optimizer = BlockOptimizer([param], plan="adamw-8", kernel=kernel)
+            param.grad = layout(torch.linspace(-1, 1, 80 * 160).view(80, 160))
+            optimizer.step()
+            results.append(param.detach())
+        assert torch.equal(*results)
+    expanded = nn.Parameter(torch.ones(80, 160))
+    optimizer = BlockOptimizer([expanded], lr=0.1, plan="sgd", kernel="native", weight_decay=0)
+    expanded.grad = torch.ones(1, 1).expand(80, 160)
+    optimizer.step()
+    assert torch.allclose(expanded, torch.full((80, 160), 0.9))
+
+
+@needs_native
+def test_many_tensors_in_one_call_equal_one_by_one():
+    shapes = [shape for shape in (*SHAPES.values(), *LARGE) if math.prod(shape)]
+    steps = {}
+    for together in (True, False):
+        params = [nn.Parameter(torch.ones(shape)) for shape in shapes for _ in CONFIGURATIONS]
+        each = [
+            {"params": [param], "configuration": CONFIGURATIONS[i % len(CONFIGURATIONS)]}
+            for i, param in enumerate(params)
+        ]
+        optimizers = [BlockOptimizer(each)] if together else [BlockOptimizer([group]) for group in each]
+        for step in range(2):
+            for i, param in enumerate(params):
+                param.grad = next(gradients(tuple(param.shape), 1, seed=step + i))
+            for optimizer in optimizers:
+                optimizer.step()
+        steps[together] = params
+    for one, other in zip(steps[True], steps[False]):
+        assert torch.equal(one, other)
+
+
+@needs_native
+def test_the_c_structs_are_as_long_as_python_thinks():
+    weight = torch.ones(8, 8)
+    mechanism = parse("sgd").mechanism
+    words = native._words(Job(mechanism, (), weight, weight, {}, mechanism.scalars(Hyper(lr=0.1), {}), {}))
+    library = native._library()
+    assert len(words) == native._WORDS == library.JOB_WORDS
+    assert len(native._SCALARS) == library.JOB_SCALARS
+
+
+@needs_native
+def test_an_unknown_instruction_set_is_refused():
+    with pytest.raises(ValueError, match="no kernels for sse9"):
+        Trained(parse("sgd"), (4,)).step(NativeKernel("sse9"), torch.ones(4))
+
+
+def test_without_the_library_auto_falls_back_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(native, "_library", lambda: "the native kernels were not built")
+    kernels.choose.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="baoc"):
+        for _ in range(2):
+            param = nn.Parameter(torch.ones(4))
+            optimizer = BlockOptimizer([param])
+            param.grad = torch.ones(4)
+            optimizer.step()
+    assert optimizer.kernel == "eager on cpu: the native kernels were not built"
+    assert len(caplog.records) == 1
+    assert "several times slower on cpu: the native kernels were not built" in caplog.text
+    with pytest.raises(RuntimeError, match=r"kernel='native' cannot run on cpu: .* Use kernel='auto'"):
+        kernels.choose("native", torch.device("cpu"))
+    kernels.choose.cache_clear()
+
+
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
+def test_the_install_succeeds_without_a_compiler(tmp_path, compiler):
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        str(tmp_path),
+        "--build-temp",
+        str(tmp_path),
+    ]
+    built = subprocess.run(command, cwd=ROOT, env=os.environ | {"CC": compiler}, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert not list(tmp_path.rglob("*.so"))

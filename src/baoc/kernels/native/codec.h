@@ -91,7 +91,8 @@ INLINE vint encode_signed(vfloat x, vfloat level, vfloat level_root, vfloat thre
     vfloat gap = fused_add(low, vfloat_of(2.0f), vfloat_of(1.0f)); /* (b + 1) ** 2 - b ** 2 */
     vfloat wanted = fused_subtract(threshold_plus_one, gap, gap);
     vint code = add_one(at_most(wanted, minus_product(level, low, low)), below);
-    return choose_int(less(x, vfloat_of(0.0f)), -code, code);
+    vint negated = (vint)-(vuint)code; /* unsigned: the code of a NaN may be the smallest int */
+    return choose_int(less(x, vfloat_of(0.0f)), negated, code);
 }
 
 /* Takes the second and the fourth root of the level. */

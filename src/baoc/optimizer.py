@@ -119,7 +119,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         stepping = [member for member in members if member.param.grad is not None]
         for member in stepping:
             _check_gradient(member)
-            self._check_state(member)
+            _check_state(member, self.state.get(member.param))
         kernel_of = {device: self._kernel_for(device) for device in {member.param.device for member in stepping}}
         if stepping:
             self._allocate(members)
@@ -286,21 +286,6 @@ class BlockOptimizer(torch.optim.Optimizer):
             if member.param.requires_grad or member.param.grad is not None:
                 self.state[member.param] = migrate.new_state(member.layout, member.param.device)
 
-    def _check_state(self, member: Member) -> None:
-        """Native code trusts addresses: nothing may reach it that is not what the layout says."""
-        state = self.state.get(member.param)
-        if not state:
-            return
-        for key, buffer in member.layout.buffers.items():
-            held = state.get(key)
-            if held is None or held.shape != buffer.shape or held.dtype is not buffer.dtype:
-                found = None if held is None else (tuple(held.shape), held.dtype)
-                raise RuntimeError(
-                    f"parameter {member.name!r} has shape {member.shape} and needs {key!r} of {buffer.shape} "
-                    f"{buffer.dtype} for {member.configuration}, but the optimizer holds {found}. Did the parameter "
-                    "change its shape? Make a new optimizer, or put the old shape back."
-                )
-
     def _is_rehearsal(self, stepping: Sequence[Member], hypers: Sequence[Hyper]) -> bool:
         """``torch.distributed.checkpoint`` makes state appear by a step with lr 0 and zero gradients: not a step."""
         if any(hyper.lr != 0 for hyper in hypers):
@@ -314,8 +299,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         ages = []
         for stored in slots:
             age = int(state[stored.age_key]) + 1
-            migrate.set_age(state, stored, age)
             ages.append(age)
+            migrate.set_age(state, stored, age)
         scalars, phases = numbers.of(group, mechanism, member.lr_scale, tuple(ages))
         param, grad = member.param, cast(Tensor, member.param.grad)
         if member.needs_view:
@@ -342,6 +327,21 @@ class _Numbers:
             phases = {name: rounding_phase(age, index) for index, (name, age) in enumerate(by_slot.items())}
             known = self._known[key] = mechanism.scalars(hyper, by_slot), phases
         return known
+
+
+def _check_state(member: Member, state: Mapping[str, Any] | None) -> None:
+    """Native code trusts addresses: nothing may reach it that is not what the layout says."""
+    if not state:
+        return
+    for key, buffer in member.layout.buffers.items():
+        held = state.get(key)
+        if held is None or held.shape != buffer.shape or held.dtype is not buffer.dtype:
+            found = None if held is None else (tuple(held.shape), held.dtype)
+            raise RuntimeError(
+                f"parameter {member.name!r} has shape {member.shape} and needs {key!r} of {buffer.shape} "
+                f"{buffer.dtype} for {member.configuration}, but the optimizer holds {found}. Did the parameter "
+                "change its shape? Make a new optimizer, or put the old shape back."
+            )
 
 
 def _check_gradient(member: Member) -> None:

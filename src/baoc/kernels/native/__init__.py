@@ -75,8 +75,9 @@ class NativeKernel:
         return () if isinstance(library, str) else library.isas()
 
     def run(self, jobs: Sequence[Job]) -> None:
-        words, scalars = array("q"), array("d")
-        packed: dict[int, list[float]] = {}  # jobs of one group share their scalars
+        words: list[int] = []
+        scalars: list[float] = []
+        rows: dict[int, int] = {}  # jobs of one group share their scalars
         served: list[Tensor] = []
         left: list[Job] = []
         for job in jobs:
@@ -84,14 +85,16 @@ class NativeKernel:
             if job_words is None:
                 left.append(job)
                 continue
-            words.extend(job_words)
             key = id(job.scalars)
-            if key not in packed:
-                packed[key] = [job.scalars.get(name, 0.0) for name in _SCALARS]
-            scalars.extend(packed[key])
+            if key not in rows:
+                rows[key] = len(rows)
+                scalars += [job.scalars.get(name, 0.0) for name in _SCALARS]
+            job_words[_NUMBERS] = rows[key]
+            words += job_words
             served.append(job.param)
         if served:
-            addresses = words.buffer_info()[0], scalars.buffer_info()[0]
+            packed = array("q", words), array("d", scalars)
+            addresses = [each.buffer_info()[0] for each in packed]
             self._run(*addresses, len(served), torch.get_num_threads(), self.isa)
             torch.autograd.graph.increment_version(served)  # autograd cannot see what C writes
         if left:
@@ -106,7 +109,8 @@ class _Form(NamedTuple):
 
 
 # Where things stand in ``job_words``. An array takes three words: type, address, address of its scales.
-_NEGATE, _M_PHASE, _V_PHASE, _PARAM, _GRAD, _M, _V, _V_ROW, _V_COL, _WORDS = 7, 8, 9, 10, 13, 16, 19, 22, 25, 28
+_NUMBERS, _NEGATE, _M_PHASE, _V_PHASE, _PARAM, _GRAD, _M, _V, _V_ROW, _V_COL = 7, 8, 9, 10, 11, 14, 17, 20, 23, 26
+_WORDS = 29
 
 
 def _words(job: Job) -> list[int] | None:
@@ -138,7 +142,7 @@ def _form(
     if mechanism not in _MECHANISMS or {param_dtype, grad_dtype} - set(_PARAM_TYPES) or not math.prod(shape):
         return None
     words = [0] * _WORDS
-    words[:_NEGATE] = (_MECHANISMS[mechanism], *_geometry(shape))
+    words[:_NUMBERS] = (_MECHANISMS[mechanism], *_geometry(shape))
     words[_PARAM], words[_GRAD] = _PARAM_TYPES[param_dtype], _PARAM_TYPES[grad_dtype]
     addresses: list[tuple[int, str]] = []
     for stored in slots:

@@ -1,5 +1,5 @@
 /* What one parameter's step needs. Python fills the two structs from flat arrays, so every member is 64 bits wide and
- * their order is that of `_words` and `_SCALARS` in __init__.py. */
+ * their order is that of the constants `_NUMBERS` ... `_V_COL` and of `_SCALARS` in __init__.py. */
 #ifndef BAOC_JOB_H
 #define BAOC_JOB_H
 
@@ -23,7 +23,8 @@ typedef struct {
     int64_t matrices;
     int64_t rows;
     int64_t cols;
-    int64_t negate; /* maximize */
+    int64_t scalars; /* which of the job_scalars are its own */
+    int64_t negate;  /* maximize */
     int64_t m_phase;
     int64_t v_phase;
     array param;

@@ -10,11 +10,11 @@ typedef struct {
     double direction, param;
 } squares;
 
-/* The decoded factors of one stack of matrices that starts at flat index `first`. */
+/* The factors of the root of v, or of its inverse for Adafactor, for one stack of matrices. */
 typedef struct {
-    int64_t first;
-    float *row; /* (matrices, rows) */
-    float *col; /* (matrices, cols), divided by their mean */
+    int64_t first; /* flat index */
+    float *row;    /* (matrices, rows) */
+    float *col;    /* (matrices, cols) */
 } factors;
 
 typedef struct {
@@ -24,6 +24,7 @@ typedef struct {
     void (*blend)(const array *, const job *, int64_t row, int64_t first, int64_t n, float *means);
     void (*read_factor)(const array *, int64_t row, int64_t first, int64_t n, float *out);
     void (*normalise)(float *col, int64_t cols, double mean_floor);
+    void (*take_root)(float *factor, int64_t n, int inverse);
 } kernel;
 
 /* Tiles hold whole int8 groups: several whole rows, or a piece of one that starts and ends on a group. */

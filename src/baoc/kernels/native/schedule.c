@@ -110,6 +110,7 @@ static void absorb_matrix(const job *job, const kernel *k, team team, scratch *s
         memset(col_sums, 0, sizeof(float) * (size_t)w->cols);
         k->absorb(job, from * w->cols, to - from, s->row + from, col_sums);
         k->blend(&w->v_row, job, w->rows, from, to - from, s->row + from);
+        k->take_root(s->row + from, to - from, w->mechanism == ADAFACTOR);
     }
     meet(team);
     if (team.rank == 0) {
@@ -121,6 +122,7 @@ static void absorb_matrix(const job *job, const kernel *k, team team, scratch *s
             s->col[i] /= (float)w->rows;
         k->blend(&w->v_col, job, w->cols, 0, w->cols, s->col);
         k->normalise(s->col, w->cols, job->scalars->v_mean_floor);
+        k->take_root(s->col, w->cols, w->mechanism == ADAFACTOR);
     }
     meet(team);
 }
@@ -132,10 +134,14 @@ static factors stack_factors(const job_words *w, team team, const scratch *s, in
     return f;
 }
 
-static void normalise_stack(const job *job, const kernel *k, const factors *f)
+/* From what is stored to what the update needs. */
+static void prepare_stack(const job *job, const kernel *k, const factors *f)
 {
-    for (int64_t i = 0; i < job->words->matrices; i++)
-        k->normalise(f->col + i * job->words->cols, job->words->cols, job->scalars->v_mean_floor);
+    const job_words *w = job->words;
+    for (int64_t i = 0; i < w->matrices; i++)
+        k->normalise(f->col + i * w->cols, w->cols, job->scalars->v_mean_floor);
+    k->take_root(f->row, w->matrices * w->rows, w->mechanism == ADAFACTOR);
+    k->take_root(f->col, w->matrices * w->cols, w->mechanism == ADAFACTOR);
 }
 
 static void absorb_stack(const job *job, const kernel *k, const factors *f, int64_t outer)
@@ -156,7 +162,7 @@ static void read_stack(const job *job, const kernel *k, const factors *f, int64_
     int64_t rows = w->matrices * w->rows, cols = w->matrices * w->cols;
     k->read_factor(&w->v_row, rows, outer * rows, rows, f->row);
     k->read_factor(&w->v_col, cols, outer * cols, cols, f->col);
-    normalise_stack(job, k, f);
+    prepare_stack(job, k, f);
 }
 
 /* Adafactor's factor on the step length. All sums are added up in the order of their spans, by every thread alike. */
@@ -183,7 +189,7 @@ static void run_stack(const job *job, const kernel *k, team team, scratch *s)
     for (int64_t outer = team.rank; outer < w->outer; outer += team.size) {
         factors f = stack_factors(w, team, s, outer);
         absorb_stack(job, k, &f, outer);
-        normalise_stack(job, k, &f);
+        prepare_stack(job, k, &f);
         if (normalizes)
             s->sums[outer] = k->measure(job, &f, f.first, numel);
         else
@@ -323,12 +329,12 @@ int run_jobs(const job_words *words, const job_scalars *scalars, int64_t count, 
 #endif
             for (int64_t i = 0; i < all.item_count; i++) {
                 const item *it = all.items + i;
-                job job = {words + it->job, scalars + it->job};
+                job job = {words + it->job, scalars + words[it->job].scalars};
                 run_item(it, &job, k, memory + part * (size_t)team.rank);
             }
             for (int64_t i = 0; i < all.meeting_count; i++) {
                 int64_t index = all.meetings[i];
-                job job = {words + index, scalars + index};
+                job job = {words + index, scalars + words[index].scalars};
                 scratch parts;
                 scratch_bytes(job.words, threads, &parts, memory);
                 run_whole(&job, k, team, &parts);

@@ -106,36 +106,40 @@ INLINE float levels_of(float levels, float scale) { return levels / (scale > SMA
 typedef struct {
     float step, shrink;
     float m_keep, m_add, v_keep, v_add;
-    float root_scale, root_floor, eps;
+    float root_scale, root_floor, inverse_ceiling, eps;
 } numbers;
 
 static numbers numbers_of(const job *job, double factor)
 {
     const job_scalars *s = job->scalars;
-    /* a factored v has taken in the gradient already: it comes expanded, to be kept as it is */
-    const int whole = job->words->v.type == FACTORED;
     const int adam = job->words->mechanism == ADAM;
     numbers c = {
         .step = (float)(adam ? s->step / s->m_mass : s->step * factor),
         .shrink = (float)s->shrink,
         .m_keep = (float)s->m_keep,
         .m_add = (float)s->m_add,
-        .v_keep = whole ? 1.0f : (float)s->v_keep,
-        .v_add = whole ? 0.0f : (float)s->v_add,
+        .v_keep = (float)s->v_keep,
+        .v_add = (float)s->v_add,
         .root_scale = (float)(adam ? 1.0 / s->v_mass_sqrt : 0.0),
         .root_floor = (float)sqrt(s->v_floor),
+        .inverse_ceiling = (float)(1.0 / sqrt(s->v_floor)),
         .eps = (float)s->eps,
     };
     return c;
 }
 
-/* The update before the step length, in units of `numbers.step`. */
-INLINE vfloat direction(int mechanism, const numbers *c, vfloat g, vfloat m, vfloat v_root)
+/* How far the parameter moves. Adafactor gets 1 / v_root if v is factored. */
+INLINE vfloat direction(int mechanism, int v_type, const numbers *c, vfloat g, vfloat m, vfloat v_root)
 {
     switch (mechanism) {
     case MOMENTUM: return m * c->step;
     case ADAM: return m * c->step / fused_add(v_root, vfloat_of(c->root_scale), vfloat_of(c->eps));
-    case ADAFACTOR: return g / choose(less(v_root, vfloat_of(c->root_floor)), vfloat_of(c->root_floor), v_root) * c->step;
+    case ADAFACTOR: {
+        const vfloat floor = vfloat_of(c->root_floor), ceiling = vfloat_of(c->inverse_ceiling);
+        if (v_type == FACTORED)
+            return g * c->step * choose(less(ceiling, v_root), ceiling, v_root);
+        return g * c->step / choose(less(v_root, floor), floor, v_root);
+    }
     default: return g * c->step;
     }
 }
@@ -237,12 +241,11 @@ INLINE progress advance_vector(int mechanism, int m_type, int v_type, const tile
     vfloat g = load(t->g + i, count), m = {0}, v = {0};
     if (m_type)
         m = fused_add(read(m_type, 1, &t->m, i, count), vfloat_of(keep.m), g * t->c.m_add);
-    if (v_type == FACTORED) /* has taken in the gradient already */
-        v = load((const float *)t->v.data + i, count);
-    else if (v_type)
+    if (v_type && v_type != FACTORED)
         v = fused_add(read(v_type, 0, &t->v, i, count), vfloat_of(keep.v), g * g * t->c.v_add);
-    const vfloat v_root = v_type ? square_root(v) : v;
-    const vfloat move = direction(mechanism, &t->c, g, m, v_root);
+    /* a factored v has taken in the gradient already, and its root comes expanded */
+    const vfloat v_root = v_type == FACTORED ? load((const float *)t->v.data + i, count) : v_type ? square_root(v) : v;
+    const vfloat move = direction(mechanism, v_type, &t->c, g, m, v_root);
     store(t->p + i, fused_subtract(load(t->p + i, count), vfloat_of(t->c.shrink), move), count);
     switch (m_type) {
     case FP32: store((float *)t->m.data + i, m, count); break;
@@ -404,7 +407,7 @@ static slot slot_at(const array *stored, int64_t element, int64_t group, int64_t
     return s;
 }
 
-/* v of elements [first, first + n) of one stack of matrices, from its factors. */
+/* The root of v, or its inverse, for elements [first, first + n) of one stack of matrices. */
 static void expand(const job_words *w, const factors *f, int64_t first, int n, float *out)
 {
     int64_t line = first / w->cols, column = first % w->cols; /* line: a row of any of the matrices */
@@ -486,12 +489,14 @@ static squares measure_tile(const job *job, const factors *f, const numbers *c, 
         expand(w, f, first - f->first, n, v_scratch);
     else
         v_old = read_v(&w->v, w->row, first, n, v_scratch);
+    const int is_factored = w->v.type == FACTORED;
     for (int i = 0; i < n; i += LANES) {
         const int count = lanes_left(n, i);
-        vfloat gi = load(g + i, count), none = {0}, v = load(v_old + i, count);
-        if (w->v.type != FACTORED)
-            v = v * c->v_keep + gi * gi * c->v_add;
-        store(directions + i, direction(ADAFACTOR, c, gi, none, square_root(v)), count);
+        const vfloat gi = load(g + i, count), none = {0}, old = load(v_old + i, count);
+        const vfloat moved = is_factored
+            ? direction(ADAFACTOR, FACTORED, c, gi, none, old)
+            : direction(ADAFACTOR, FP32, c, gi, none, square_root(fused_add(old, vfloat_of(c->v_keep), gi * gi * c->v_add)));
+        store(directions + i, moved, count);
     }
     squares result = {sum_of_squares(directions, n), sum_of_squares(floats_of(&w->param, first, n, p_scratch), n)};
     return result;
@@ -513,6 +518,23 @@ static squares ISA(measure)(const job *job, const factors *f, int64_t first, int
 
 /* ---- factors ---- */
 
+/* Adds the squares of part of a line to sums over columns; returns their own sum. */
+static double absorb_part(const float *g, int n, float *col_sums)
+{
+    lanes row = {0};
+    int i = 0;
+    for (; i + SUM_LANES <= n; i += SUM_LANES)
+        for (int k = 0; k < SUM_VECTORS; k++) {
+            const int at = i + k * LANES;
+            const vfloat each = load(g + at, LANES), square = each * each;
+            row.part[k] += square;
+            store(col_sums + at, load(col_sums + at, LANES) + square, LANES);
+        }
+    for (int at = i; at < n; at++)
+        col_sums[at] += g[at] * g[at];
+    return sum_of(&row, g + i, n - i, 1);
+}
+
 /* Adds the squared gradients of some lines of one matrix to sums over its columns, and sets the means of its rows. */
 static void ISA(absorb)(const job *job, int64_t first, int64_t lines, float *row_means, float *col_sums)
 {
@@ -522,14 +544,7 @@ static void ISA(absorb)(const job *job, int64_t first, int64_t lines, float *row
         double total = 0;
         for (int64_t column = 0; column < cols; column += TILE) {
             const int n = (int)(cols - column < TILE ? cols - column : TILE);
-            const float *g = gradient(job, first + line * cols + column, n, scratch);
-            float *sums = col_sums + column;
-            total += sum_of_squares(g, n);
-            for (int i = 0; i < n; i += LANES) {
-                const int count = lanes_left(n, i);
-                vfloat each = load(g + i, count);
-                store(sums + i, load(sums + i, count) + each * each, count);
-            }
+            total += absorb_part(gradient(job, first + line * cols + column, n, scratch), n, col_sums + column);
         }
         row_means[line] = (float)(total / (double)cols);
     }
@@ -603,6 +618,13 @@ static void ISA(normalise)(float *col, int64_t cols, double mean_floor)
         col[i] = col[i] / least;
 }
 
+/* A factor becomes its root, or the inverse of its root: then so does their product. */
+static void ISA(take_root)(float *factor, int64_t n, int inverse)
+{
+    for (int64_t i = 0; i < n; i++)
+        factor[i] = inverse ? 1.0f / sqrtf(factor[i]) : sqrtf(factor[i]);
+}
+
 const kernel ISA(kernel) = {
-    ISA(update), ISA(measure), ISA(absorb), ISA(blend), ISA(read_factor), ISA(normalise),
+    ISA(update), ISA(measure), ISA(absorb), ISA(blend), ISA(read_factor), ISA(normalise), ISA(take_root),
 };

@@ -32,7 +32,8 @@ SECTIONS = {
         "part in fewer rounds. *x torch fused* is the ratio to torch's fused AdamW within a round. *B/param* is what a "
         "step must read and write at the least (the rule is in `benchmarks/traffic.py`), *bandwidth* how much of the "
         "measured memory bandwidth that comes to; it can exceed 100% where tensors stay in a cache. *extra peak* is "
-        "how far the process grows in a step.",
+        "how far the process grows in a step. Where a row uses much "
+        "less than the bandwidth, arithmetic bounds it: on a machine with faster memory its ratio is larger.",
     ),
     "solve": (
         "Solving for a plan",

@@ -179,15 +179,15 @@ def test_ratios_are_rounded_so_that_noise_does_not_decide(monkeypatch: pytest.Mo
         )
         return float(TimeModel(kernel="eager").ratios([{"w": (64, 64)}], [parse("adamw-8")])[0, 0])
 
-    assert ratio(1.24) == ratio(1.26) == pytest.approx(1.25)
+    assert ratio(1.26) == ratio(1.34) == pytest.approx(1.3)
     assert ratio(1.22) == pytest.approx(1.2)
     for seconds in (0.31, 0.77, 1.03, 2.49, 10.01):
-        assert ratio(seconds) / 0.05 == pytest.approx(round(ratio(seconds) / 0.05), abs=1e-9)
-        assert abs(ratio(seconds) - seconds) <= 0.025 + 1e-9
+        assert ratio(seconds) / 0.1 == pytest.approx(round(ratio(seconds) / 0.1), abs=1e-9)
+        assert abs(ratio(seconds) - seconds) <= 0.05 + 1e-9
 
 
 def test_slow_moments_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The median of the repeats."""
+    """The shortest of the repeats."""
     times = {
         "bf16": iter([50.0, 1.0, 1.0, 1.0, 80.0, 1.0]),
         "int8": iter([50.0, 2.0, 2.0, 90.0, 2.0, 2.0]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 
@@ -16,9 +15,9 @@ from baoc.configuration import REFERENCE, Configuration, StoredSlot
 from baoc.kernels.update import Job
 from baoc.spec import SMALL_NUMEL, Hyper, Shape, rounding_phase
 
-REPEATS = 3
+REPEATS = 7
 _LARGEST_TIMED = 1 << 17  # elements: beyond, time grows with size alike for all configurations
-_STEP = 0.05  # ratios are rounded to this: noise below it must not decide between plans
+_STEP = 0.1  # ratios are rounded to this: noise below it must not decide between plans
 
 
 def memory(blocks: Sequence[Mapping[str, Shape]], configurations: Sequence[Configuration]) -> NDArray[np.int64]:
@@ -106,7 +105,8 @@ class TimeModel:
                 seconds = self._time(job)
                 if repeat:  # the first warms up, or compiles
                     samples[form].append(seconds)
-        self._seconds.update({(shape, form): statistics.median(values) for form, values in samples.items()})
+        # what disturbs a measurement only ever makes it longer
+        self._seconds.update({(shape, form): min(values) for form, values in samples.items()})
 
     def _job(self, shape: Shape, configuration: Configuration) -> Job:
         layout, mechanism = configuration.layout(shape), configuration.mechanism

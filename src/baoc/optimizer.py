@@ -69,6 +69,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._default = parse(DEFAULT_CONFIGURATION if plan is None or isinstance(plan, Plan) else plan)
         self._devices_reported: set[str] = set()
         self._roster: Roster | None = None
+        self._complete: Roster | None = None  # the roster all of whose members have state
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -115,23 +116,23 @@ class BlockOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         hypers = {id(group): groups.hyper(group, f"param group {i}") for i, group in enumerate(self.param_groups)}
-        members = self._members()
-        stepping = [member for member in members if member.param.grad is not None]
+        stepping = [member for member in self._members() if member.param.grad is not None]
+        complete = self._complete is self._roster
         for member in stepping:
             _check_gradient(member)
-            _check_state(member, self.state.get(member.param))
+            state = self.state.get(member.param)
+            complete &= bool(state) or not member.layout.slots
+            _check_state(member, state)
         kernel_of = {device: self._kernel_for(device) for device in {member.param.device for member in stepping}}
-        if stepping:
-            self._allocate(members)
+        if stepping and not complete:
+            self._allocate()
         if self._is_rehearsal(stepping, [hypers[id(member.group)] for member in stepping]):
             return loss
         self._before_update(stepping)
-        jobs: dict[torch.device, list[Job]] = {device: [] for device in kernel_of}
         numbers = _Numbers(hypers)
-        for member in stepping:
-            jobs[member.param.device].append(self._job(member, numbers))
         for device, kernel in kernel_of.items():
-            kernel.run(jobs[device])
+            # one parameter after the other, so that each is still in the cache when its job is run
+            kernel.run(self._job(member, numbers) for member in stepping if member.param.device == device)
         self._after_update()
         return loss
 
@@ -171,7 +172,7 @@ class BlockOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._devices_reported = set()
-        self._roster = None
+        self._roster = self._complete = None
 
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ({human_bytes(self.plan.state_bytes)} of state"]
@@ -274,17 +275,18 @@ class BlockOptimizer(torch.optim.Optimizer):
     def _shapes(self) -> dict[str, Shape]:
         return {member.name: member.shape for member in self._members()}
 
-    def _allocate(self, members: Sequence[Member]) -> None:
+    def _allocate(self) -> None:
         """Give state to every trainable parameter at once, in its plan's layout.
 
         A half-filled optimizer could not be told from a damaged one, and distributed checkpoint readers need every
         tensor to be there before they read.
         """
-        for member in members:
+        for member in self._members():
             if not member.layout.slots or self.state.get(member.param):
                 continue
             if member.param.requires_grad or member.param.grad is not None:
                 self.state[member.param] = migrate.new_state(member.layout, member.param.device)
+        self._complete = self._roster
 
     def _is_rehearsal(self, stepping: Sequence[Member], hypers: Sequence[Hyper]) -> bool:
         """``torch.distributed.checkpoint`` makes state appear by a step with lr 0 and zero gradients: not a step."""

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,7 @@ class Kernel(Protocol):
 
     name: str
 
-    def run(self, jobs: Sequence[Job]) -> None: ...
+    def run(self, jobs: Iterable[Job]) -> None: ...
 
 
 @dataclass(frozen=True)

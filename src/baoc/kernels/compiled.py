@@ -8,7 +8,7 @@ or not, rows of one group or several, the last group full or not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from baoc.mechanisms import MECHANISMS
 class CompiledKernel:
     name = "compiled"
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, jobs: Iterable[Job]) -> None:
         # Dynamo's limit is per function, and every configuration traces the same one: the bound is ours, and tested.
         with torch._dynamo.utils.disable_cache_limit():
             for job in jobs:

@@ -5,7 +5,7 @@ A tile bounds the temporaries: no fp32 copy of a whole low-precision state is ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from baoc.kernels.update import Job, row_tiles, update
 
@@ -15,7 +15,7 @@ TILE_NUMEL = 1 << 16  # 256 KiB of fp32 per temporary: stays in a core's L2 cach
 class EagerKernel:
     name = "eager"
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
             if job.param.numel() == 0:
                 continue

@@ -10,7 +10,7 @@ import functools
 import importlib
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -74,10 +74,10 @@ class NativeKernel:
         library = _library()
         return () if isinstance(library, str) else library.isas()
 
-    def run(self, jobs: Sequence[Job]) -> None:
+    def run(self, jobs: Iterable[Job]) -> None:
         words: list[int] = []
         scalars: list[float] = []
-        rows: dict[int, int] = {}  # jobs of one group share their scalars
+        rows: dict[int, tuple[int, object]] = {}  # jobs of one group share their scalars, held so that ids stay theirs
         served: list[Tensor] = []
         left: list[Job] = []
         for job in jobs:
@@ -87,9 +87,9 @@ class NativeKernel:
                 continue
             key = id(job.scalars)
             if key not in rows:
-                rows[key] = len(rows)
+                rows[key] = len(rows), job.scalars
                 scalars += [job.scalars.get(name, 0.0) for name in _SCALARS]
-            job_words[_NUMBERS] = rows[key]
+            job_words[_NUMBERS] = rows[key][0]
             words += job_words
             served.append(job.param)
         if served:

@@ -3,10 +3,10 @@
 #define USE_AVX2
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#include "tile.h"
+#include "isa.h"
 #pragma clang attribute pop
 #else
 #pragma GCC target("avx2,fma,f16c")
-#include "tile.h"
+#include "isa.h"
 #endif
 #endif

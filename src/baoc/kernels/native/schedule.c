@@ -236,7 +236,7 @@ static void run_whole(const job *job, const kernel *k, team team, scratch *s)
 
 /* What one thread does on its own: a span of a pointwise job, or a small whole one. */
 typedef struct {
-    int64_t job, span;
+    int64_t job, span, numel;
 } item;
 
 typedef struct {
@@ -245,25 +245,38 @@ typedef struct {
     int64_t *meetings; /* large whole jobs, for all threads together */
     int64_t meeting_count;
     size_t item_scratch, meeting_scratch;
-    int64_t numel;
 } agenda;
 
-static int is_meeting(const job_words *w, int threads) { return is_whole(w) && threads > 1 && w->numel > SMALL; }
+/* Meetings cost waiting, so a whole job is one thread's own unless it would keep the others waiting in the end. */
+static int is_meeting(const job_words *w, int threads, int64_t total)
+{
+    return is_whole(w) && threads > 1 && w->numel > SMALL && w->numel > total / (4 * threads);
+}
 
-static int make_agenda(const job_words *words, int64_t count, int threads, agenda *all)
+static int64_t item_count(const job_words *w) { return is_whole(w) ? 1 : span_count(w); }
+
+/* Large ones first: what comes last should be short. */
+static int by_size(const void *one, const void *other)
+{
+    const item *a = one, *b = other;
+    if (a->numel != b->numel)
+        return a->numel > b->numel ? -1 : 1;
+    return a->job != b->job ? (a->job < b->job ? -1 : 1) : (a->span > b->span) - (a->span < b->span);
+}
+
+static int make_agenda(const job_words *words, int64_t count, int threads, int64_t total, agenda *all)
 {
     memset(all, 0, sizeof *all);
     int64_t most = 0;
     for (int64_t i = 0; i < count; i++)
-        most += is_whole(words + i) ? 1 : span_count(words + i);
+        most += item_count(words + i);
     all->items = malloc(sizeof(item) * (size_t)(most + 1));
     all->meetings = malloc(sizeof(int64_t) * (size_t)(count + 1));
     if (!all->items || !all->meetings)
         return -1;
     for (int64_t i = 0; i < count; i++) {
         const job_words *w = words + i;
-        all->numel += w->numel;
-        if (is_meeting(w, threads)) {
+        if (is_meeting(w, threads, total)) {
             size_t needed = scratch_bytes(w, threads, NULL, NULL);
             all->meeting_scratch = needed > all->meeting_scratch ? needed : all->meeting_scratch;
             all->meetings[all->meeting_count++] = i;
@@ -273,11 +286,13 @@ static int make_agenda(const job_words *words, int64_t count, int threads, agend
             size_t needed = scratch_bytes(w, 1, NULL, NULL);
             all->item_scratch = needed > all->item_scratch ? needed : all->item_scratch;
         }
-        for (int64_t span = 0; span < (is_whole(w) ? 1 : span_count(w)); span++) {
-            item each = {i, span};
+        for (int64_t span = 0; span < item_count(w); span++) {
+            item each = {i, span, is_whole(w) ? w->numel : smaller(SPAN, w->numel)};
             all->items[all->item_count++] = each;
         }
     }
+    if (threads > 1)
+        qsort(all->items, (size_t)all->item_count, sizeof(item), by_size);
     return 0;
 }
 
@@ -307,7 +322,7 @@ int run_jobs(const job_words *words, const job_scalars *scalars, int64_t count, 
 #else
     threads = 1;
 #endif
-    int failed = make_agenda(words, count, threads, &all);
+    int failed = make_agenda(words, count, threads, total, &all);
     /* one part for each thread's own items, rounded up so that parts stay aligned; meetings come after and use it all */
     const size_t part = (all.item_scratch + 63) / 64 * 64;
     if (!failed) {

@@ -1,0 +1,95 @@
+/* Reading and writing whole runs of stored numbers, and where int8 groups lie. */
+#ifndef BAOC_ARRAYS_H
+#define BAOC_ARRAYS_H
+
+#include "codec.h"
+#include "kernel.h"
+
+/* How many of a vector's lanes are left at element `i` of `n`. */
+INLINE int lanes_left(int n, int i) { return n - i < LANES ? n - i : LANES; }
+
+static float *floats_of(const array *stored, int64_t first, int n, float *out)
+{
+    if (stored->type == FP32)
+        return (float *)(intptr_t)stored->data + first;
+    const uint16_t *data = (const uint16_t *)(intptr_t)stored->data + first;
+    for (int i = 0; i < n; i += LANES)
+        store(out + i, decode_bf16(load_u16(data + i, lanes_left(n, i))), lanes_left(n, i));
+    return out;
+}
+
+static void write_param(const array *stored, int64_t first, int n, const float *x)
+{
+    if (stored->type == FP32)
+        return; /* updated in place */
+    uint16_t *data = (uint16_t *)(intptr_t)stored->data + first;
+    for (int i = 0; i < n; i += LANES)
+        store_16(data + i, round_to_bf16(load(x + i, lanes_left(n, i))), lanes_left(n, i));
+}
+
+/* fp32 gradient, with L2 decay if there is any. */
+static const float *gradient(const job *job, int64_t first, int n, float *out)
+{
+    const float *g = floats_of(&job->words->grad, first, n, out);
+    const float decay = (float)job->scalars->coupled_decay;
+    if (!job->words->negate && decay == 0.0f)
+        return g;
+    float scratch[TILE];
+    const float *p = floats_of(&job->words->param, first, n, scratch);
+    const float sign = job->words->negate ? -1.0f : 1.0f;
+    for (int i = 0; i < n; i += LANES) {
+        vfloat signed_g = load(g + i, lanes_left(n, i)) * sign;
+        store(out + i, decay == 0.0f ? signed_g : signed_g + load(p + i, lanes_left(n, i)) * decay, lanes_left(n, i));
+    }
+    return out;
+}
+
+/* Visits int8 groups, from the start of one on. */
+typedef struct {
+    int64_t row, column, group;
+} group_cursor;
+
+static group_cursor group_at(int64_t row, int64_t first)
+{
+    int64_t groups = (row + GROUP - 1) / GROUP;
+    group_cursor at = {row, first % row, first / row * groups + first % row / GROUP};
+    return at;
+}
+
+static int next_group(group_cursor *at)
+{
+    int width = (int)(at->row - at->column < GROUP ? at->row - at->column : GROUP);
+    at->column = at->column + width == at->row ? 0 : at->column + width;
+    at->group++;
+    return width;
+}
+
+/* A group's scale from the bits of its largest |value|: zero stays zero, and a NaN stays one. */
+INLINE float scale_of(int32_t bits)
+{
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return bits && scale < SMALLEST_SCALE ? SMALLEST_SCALE : scale;
+}
+
+/* What values are multiplied with to become levels; no NaN, so that codes are always in range. */
+INLINE float levels_of(float levels, float scale) { return levels / (scale > SMALLEST_SCALE ? scale : SMALLEST_SCALE); }
+
+static const float *read_v(const array *stored, int64_t row, int64_t first, int n, float *out)
+{
+    if (stored->type != INT8)
+        return floats_of(stored, first, n, out);
+    group_cursor at = group_at(row, first);
+    const uint8_t *codes = (const uint8_t *)(intptr_t)stored->data + first;
+    for (int done = 0, width; done < n; done += width) {
+        const float unit = ((const float *)(intptr_t)stored->scales)[at.group] * (1 / UNSIGNED_LEVELS);
+        width = next_group(&at);
+        for (int i = 0; i < width; i += LANES) {
+            const int count = lanes_left(width, i);
+            store(out + done + i, decode_unsigned(load_u8(codes + done + i, count)) * unit, count);
+        }
+    }
+    return out;
+}
+
+#endif

@@ -1,0 +1,153 @@
+/* What needs all of a matrix: factors of v, and Adafactor's first look at the whole update. */
+#ifndef BAOC_FACTORS_H
+#define BAOC_FACTORS_H
+
+#include "arrays.h"
+#include "sums.h"
+#include "tile.h"
+
+/* Adds the squares of part of a line to sums over columns; returns their own sum. */
+static double absorb_part(const float *g, int n, float *col_sums)
+{
+    lanes row = {0};
+    int i = 0;
+    for (; i + SUM_LANES <= n; i += SUM_LANES)
+        for (int k = 0; k < SUM_VECTORS; k++) {
+            const int at = i + k * LANES;
+            const vfloat each = load(g + at, LANES), square = each * each;
+            row.part[k] += square;
+            store(col_sums + at, load(col_sums + at, LANES) + square, LANES);
+        }
+    for (int at = i; at < n; at++)
+        col_sums[at] += g[at] * g[at];
+    return sum_of(&row, g + i, n - i, 1);
+}
+
+/* Adds the squared gradients of some lines of one matrix to sums over its columns, and sets the means of its rows. */
+static void ISA(absorb)(const job *job, int64_t first, int64_t lines, float *row_means, float *col_sums)
+{
+    const int64_t cols = job->words->cols;
+    float scratch[TILE];
+    for (int64_t line = 0; line < lines; line++) {
+        double total = 0;
+        for (int64_t column = 0; column < cols; column += TILE) {
+            const int n = (int)(cols - column < TILE ? cols - column : TILE);
+            total += absorb_part(gradient(job, first + line * cols + column, n, scratch), n, col_sums + column);
+        }
+        row_means[line] = (float)(total / (double)cols);
+    }
+}
+
+static void encode_factor(const array *stored, int64_t row, int64_t first, int n, const float *x, uint32_t phase)
+{
+    if (stored->type == FP32) {
+        memcpy((float *)(intptr_t)stored->data + first, x, sizeof(float) * (size_t)n);
+        return;
+    }
+    group_cursor cursor = group_at(row, first);
+    for (int done = 0, width; done < n; done += width) {
+        float root_levels = 0.0f;
+        float *scale = (float *)(intptr_t)stored->scales + cursor.group;
+        width = stored->type == INT8 ? next_group(&cursor) : n;
+        if (stored->type == INT8) {
+            vint top = {0};
+            for (int i = 0; i < width; i += LANES)
+                top = larger_int(top, (vint)magnitude(load(x + done + i, lanes_left(width, i))));
+            *scale = scale_of(largest_lane(top));
+            root_levels = sqrtf(levels_of(UNSIGNED_LEVELS, *scale));
+        }
+        for (int i = done; i < done + width; i += LANES) {
+            const int count = lanes_left(done + width, i);
+            const vfloat value = load(x + i, count);
+            const vuint at = sequence_at(phase, first + i);
+            if (stored->type == INT8) {
+                const vfloat root = square_root(value) * root_levels;
+                const vint code = encode_unsigned(root, square_root(root), threshold_plus_one(at));
+                store_8((uint8_t *)(intptr_t)stored->data + first + i, code, count);
+            } else {
+                store_16((uint16_t *)(intptr_t)stored->data + first + i, encode_bf16(value, noise(at)), count);
+            }
+        }
+    }
+}
+
+static void ISA(read_factor)(const array *factor, int64_t row, int64_t first, int64_t n, float *out)
+{
+    for (int64_t done = 0, width; done < n; done += width) {
+        width = n - done < TILE ? n - done : TILE;
+        const float *x = read_v(factor, row, first + done, (int)width, out + done);
+        if (x != out + done)
+            memcpy(out + done, x, sizeof(float) * (size_t)width);
+    }
+}
+
+/* factor <- keep * factor + add * mean, for `n` numbers from flat index `first` on, which starts a row of the factor.
+ * `means` becomes what was stored, decoded. */
+static void ISA(blend)(const array *factor, const job *job, int64_t row, int64_t first, int64_t n, float *means)
+{
+    const float keep = (float)job->scalars->v_keep, add = (float)job->scalars->v_add;
+    for (int64_t done = 0, width; done < n; done += width) {
+        width = n - done < TILE ? n - done : TILE;
+        float scratch[TILE];
+        const float *old = read_v(factor, row, first + done, (int)width, scratch);
+        for (int64_t i = 0; i < width; i++)
+            means[done + i] = old[i] * keep + means[done + i] * add;
+        encode_factor(factor, row, first + done, (int)width, means + done, (uint32_t)job->words->v_phase);
+    }
+    ISA(read_factor)(factor, row, first, n, means);
+}
+
+/* Divides the columns of a matrix by their mean. */
+static void ISA(normalise)(float *col, int64_t cols, double mean_floor)
+{
+    const float mean = (float)(sum(col, cols) / (double)cols);
+    const float least = mean < (float)mean_floor ? (float)mean_floor : mean;
+    for (int64_t i = 0; i < cols; i++)
+        col[i] = col[i] / least;
+}
+
+/* A factor becomes its root, or the inverse of its root: then so does their product. */
+static void ISA(take_root)(float *factor, int64_t n, int inverse)
+{
+    for (int64_t i = 0; i < n; i++)
+        factor[i] = inverse ? 1.0f / sqrtf(factor[i]) : sqrtf(factor[i]);
+}
+
+static squares measure_tile(const job *job, const factors *f, const numbers *c, int64_t first, int n)
+{
+    const job_words *w = job->words;
+    float g_scratch[TILE], v_scratch[TILE], p_scratch[TILE], directions[TILE];
+    const float *g = gradient(job, first, n, g_scratch);
+    const float *v_old = v_scratch;
+    if (w->v.type == FACTORED)
+        expand(w, f, first - f->first, n, v_scratch);
+    else
+        v_old = read_v(&w->v, w->row, first, n, v_scratch);
+    const int is_factored = w->v.type == FACTORED;
+    for (int i = 0; i < n; i += LANES) {
+        const int count = lanes_left(n, i);
+        const vfloat gi = load(g + i, count), none = {0}, old = load(v_old + i, count);
+        const vfloat moved = is_factored
+            ? direction(ADAFACTOR, FACTORED, c, gi, none, old)
+            : direction(ADAFACTOR, FP32, c, gi, none, square_root(fused_add(old, vfloat_of(c->v_keep), gi * gi * c->v_add)));
+        store(directions + i, moved, count);
+    }
+    squares result = {sum_of_squares(directions, n), sum_of_squares(floats_of(&w->param, first, n, p_scratch), n)};
+    return result;
+}
+
+static squares ISA(measure)(const job *job, const factors *f, int64_t first, int64_t n)
+{
+    numbers c = numbers_of(job, 1.0);
+    c.step = 1.0f;
+    squares total = {0, 0};
+    for (int64_t done = 0, width; done < n; done += width) {
+        width = tile_width(job->words, first + done, n - done);
+        squares part = measure_tile(job, f, &c, first + done, (int)width);
+        total.direction += part.direction;
+        total.param += part.param;
+    }
+    return total;
+}
+
+#endif

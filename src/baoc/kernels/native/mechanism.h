@@ -1,0 +1,49 @@
+/* The update in fp32 math: the C side of `baoc/mechanisms`. */
+#ifndef BAOC_MECHANISM_H
+#define BAOC_MECHANISM_H
+
+#include "kernel.h"
+#include "simd.h"
+
+typedef struct {
+    float step, shrink;
+    float m_keep, m_add, v_keep, v_add;
+    float root_scale, root_floor, inverse_ceiling, eps;
+} numbers;
+
+static numbers numbers_of(const job *job, double factor)
+{
+    const job_scalars *s = job->scalars;
+    const int adam = job->words->mechanism == ADAM;
+    numbers c = {
+        .step = (float)(adam ? s->step / s->m_mass : s->step * factor),
+        .shrink = (float)s->shrink,
+        .m_keep = (float)s->m_keep,
+        .m_add = (float)s->m_add,
+        .v_keep = (float)s->v_keep,
+        .v_add = (float)s->v_add,
+        .root_scale = (float)(adam ? 1.0 / s->v_mass_sqrt : 0.0),
+        .root_floor = (float)sqrt(s->v_floor),
+        .inverse_ceiling = (float)(1.0 / sqrt(s->v_floor)),
+        .eps = (float)s->eps,
+    };
+    return c;
+}
+
+/* How far the parameter moves. Adafactor gets 1 / v_root if v is factored. */
+INLINE vfloat direction(int mechanism, int v_type, const numbers *c, vfloat g, vfloat m, vfloat v_root)
+{
+    switch (mechanism) {
+    case MOMENTUM: return m * c->step;
+    case ADAM: return m * c->step / fused_add(v_root, vfloat_of(c->root_scale), vfloat_of(c->eps));
+    case ADAFACTOR: {
+        const vfloat floor = vfloat_of(c->root_floor), ceiling = vfloat_of(c->inverse_ceiling);
+        if (v_type == FACTORED)
+            return g * c->step * choose(less(ceiling, v_root), ceiling, v_root);
+        return g * c->step / choose(less(v_root, floor), floor, v_root);
+    }
+    default: return g * c->step;
+    }
+}
+
+#endif

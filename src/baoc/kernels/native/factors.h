@@ -113,26 +113,45 @@ static void ISA(take_root)(float *factor, int64_t n, int inverse)
         factor[i] = inverse ? 1.0f / sqrtf(factor[i]) : sqrtf(factor[i]);
 }
 
+/* The squared direction of Adafactor, of which v's root would only be squared again. */
+INLINE vfloat squared_direction(int v_type, const numbers *c, vfloat g, vfloat v)
+{
+    if (v_type == FACTORED) {
+        const vfloat direction_ = direction(ADAFACTOR, FACTORED, c, g, v, v);
+        return direction_ * direction_;
+    }
+    const vfloat fresh = fused_add(v, vfloat_of(c->v_keep), g * g * c->v_add), floor = vfloat_of(c->v_floor);
+    return g * g / choose(less(fresh, floor), floor, fresh);
+}
+
+INLINE double sum_of_squared_directions(int v_type, const numbers *c, const float *g, const float *v, int n)
+{
+    lanes sums = {0};
+    int i = 0;
+    for (; i + SUM_LANES <= n; i += SUM_LANES)
+        for (int k = 0; k < SUM_VECTORS; k++) {
+            const int at = i + k * LANES;
+            sums.part[k] += squared_direction(v_type, c, load(g + at, LANES), load(v + at, LANES));
+        }
+    float tail[SUM_LANES + LANES];
+    for (int at = i; at < n; at += LANES)
+        store(tail + at - i, squared_direction(v_type, c, load(g + at, lanes_left(n, at)), load(v + at, lanes_left(n, at))), LANES);
+    return sum_of(&sums, tail, n - i, 0);
+}
+
 static squares measure_tile(const job *job, const factors *f, const numbers *c, int64_t first, int n)
 {
     const job_words *w = job->words;
-    float g_scratch[TILE], v_scratch[TILE], p_scratch[TILE], directions[TILE];
+    float g_scratch[TILE], v_scratch[TILE], p_scratch[TILE];
     const float *g = gradient(job, first, n, g_scratch);
-    const float *v_old = v_scratch;
-    if (w->v.type == FACTORED)
+    squares result = {0, sum_of_squares(floats_of(&w->param, first, n, p_scratch), n)};
+    if (w->v.type == FACTORED) {
         expand(w, f, first - f->first, n, v_scratch);
-    else
-        v_old = read_v(&w->v, w->row, first, n, v_scratch);
-    const int is_factored = w->v.type == FACTORED;
-    for (int i = 0; i < n; i += LANES) {
-        const int count = lanes_left(n, i);
-        const vfloat gi = load(g + i, count), none = {0}, old = load(v_old + i, count);
-        const vfloat moved = is_factored
-            ? direction(ADAFACTOR, FACTORED, c, gi, none, old)
-            : direction(ADAFACTOR, FP32, c, gi, none, square_root(fused_add(old, vfloat_of(c->v_keep), gi * gi * c->v_add)));
-        store(directions + i, moved, count);
+        result.direction = sum_of_squared_directions(FACTORED, c, g, v_scratch, n);
+    } else {
+        const float *v = read_v(&w->v, w->row, first, n, v_scratch);
+        result.direction = sum_of_squared_directions(FP32, c, g, v, n);
     }
-    squares result = {sum_of_squares(directions, n), sum_of_squares(floats_of(&w->param, first, n, p_scratch), n)};
     return result;
 }
 

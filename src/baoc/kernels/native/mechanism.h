@@ -8,7 +8,7 @@
 typedef struct {
     float step, shrink;
     float m_keep, m_add, v_keep, v_add;
-    float root_scale, root_floor, inverse_ceiling, eps;
+    float root_scale, v_floor, root_floor, inverse_ceiling, eps;
 } numbers;
 
 static numbers numbers_of(const job *job, double factor)
@@ -23,6 +23,7 @@ static numbers numbers_of(const job *job, double factor)
         .v_keep = (float)s->v_keep,
         .v_add = (float)s->v_add,
         .root_scale = (float)(adam ? 1.0 / s->v_mass_sqrt : 0.0),
+        .v_floor = (float)s->v_floor,
         .root_floor = (float)sqrt(s->v_floor),
         .inverse_ceiling = (float)(1.0 / sqrt(s->v_floor)),
         .eps = (float)s->eps,

@@ -69,6 +69,8 @@ INLINE void store_all(float *to, vfloat x) { memcpy(to, &x, sizeof x); }
 #if defined(USE_AVX512)
 
 typedef __mmask16 vmask;
+INLINE vmask no_lane(void) { return 0; }
+INLINE int any_lane(vmask where) { return where != 0; }
 INLINE vmask less(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
 INLINE vmask at_most(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ); }
 INLINE vmask equal(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ); }
@@ -94,6 +96,8 @@ INLINE void narrow_8(uint8_t *to, vint x) { _mm_storeu_si128((__m128i *)to, _mm5
 #elif defined(USE_AVX2)
 
 typedef vint vmask;
+INLINE vmask no_lane(void) { return (vmask){0}; }
+INLINE int any_lane(vmask where) { return _mm256_movemask_ps((__m256)where) != 0; }
 INLINE vmask less(vfloat a, vfloat b) { return a < b; }
 INLINE vmask at_most(vfloat a, vfloat b) { return a <= b; }
 INLINE vmask equal(vfloat a, vfloat b) { return a == b; }
@@ -139,6 +143,16 @@ INLINE void narrow_8(uint8_t *to, vint x)
 #else
 
 typedef vint vmask;
+INLINE vmask no_lane(void) { return (vmask){0}; }
+
+INLINE int any_lane(vmask where)
+{
+    int found = 0;
+    for (int i = 0; i < LANES; i++)
+        found |= where[i];
+    return found;
+}
+
 INLINE vmask less(vfloat a, vfloat b) { return a < b; }
 INLINE vmask at_most(vfloat a, vfloat b) { return a <= b; }
 INLINE vmask equal(vfloat a, vfloat b) { return a == b; }

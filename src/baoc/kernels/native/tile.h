@@ -52,26 +52,17 @@ INLINE vint noise_of_v(vuint sequence, vfloat g, vfloat m)
     return choose_int(is_idle_with(g, m), vint_of(LARGEST_NOISE), noise(sequence));
 }
 
-INLINE vfloat threshold_of_m(vuint sequence, vfloat g)
-{
-    return choose(is_idle(g), vfloat_of(LARGEST_THRESHOLD + 1), threshold_plus_one(sequence));
-}
-
-INLINE vfloat threshold_of_v(vuint sequence, vfloat g, vfloat m)
-{
-    return choose(is_idle_with(g, m), vfloat_of(LEAST_THRESHOLD + 1), threshold_plus_one(sequence));
-}
-
 /* What goes from one vector to the next: where rounding stands, and the largest |value| of the group so far, lane by
  * lane. Sizes are compared as integers, which orders |x| the same way and puts NaN on top: a NaN is never lost. */
 typedef struct {
     vuint m_sequence, v_sequence;
     vint m_top, v_top;
+    vmask idle; /* lanes that had an element without gradient */
 } progress;
 
 INLINE progress start(const tile *t, int i)
 {
-    progress at = {sequence_at(t->m.phase, t->first + i), sequence_at(t->v.phase, t->first + i), {0}, {0}};
+    progress at = {sequence_at(t->m.phase, t->first + i), sequence_at(t->v.phase, t->first + i), {0}, {0}, no_lane()};
     return at;
 }
 
@@ -116,8 +107,10 @@ INLINE progress advance_vector(int mechanism, int m_type, int v_type, const tile
     case BF16: store_16((uint16_t *)t->v.data + i, encode_bf16(v, noise_of_v(at.v_sequence, g, m)), count); break;
     case INT8: at.v_top = larger_int(at.v_top, (vint)magnitude(v)); break;
     }
-    if (m_type == INT8 || v_type == INT8)
+    if (m_type == INT8 || v_type == INT8) {
         store(t->m.fresh + i, m, count); /* for v too: how it rounds depends on m */
+        at.idle |= is_idle(g);
+    }
     if (v_type == INT8)
         store(t->v.fresh + i, v_root, count); /* dear to compute, and the root that v's code needs starts from it */
     return next(at);
@@ -156,19 +149,33 @@ INLINE roots begin_roots(int m_type, int v_type, const tile *t, levels_per_unit 
     return r;
 }
 
-INLINE progress encode_vector(int m_type, int v_type, const tile *t, roots r, progress at, int i, int count)
+INLINE progress encode_vector(int m_type, int v_type, int has_idle, const tile *t, roots r, progress at, int i, int count)
 {
     fetch_ahead(m_type, v_type, t, i);
-    const vfloat g = load(t->g + i, count);
-    if (m_type == INT8) {
-        vint code = encode_signed(r.m, r.m_level, r.m_root, threshold_of_m(at.m_sequence, g));
-        store_8((uint8_t *)t->m.data + i, code, count);
+    vfloat m_threshold = threshold_plus_one(at.m_sequence), v_threshold = threshold_plus_one(at.v_sequence);
+    if (has_idle) {
+        const vfloat g = load(t->g + i, count);
+        m_threshold = choose(is_idle(g), vfloat_of(LARGEST_THRESHOLD + 1), m_threshold);
+        v_threshold = choose(is_idle_with(g, r.m), vfloat_of(LEAST_THRESHOLD + 1), v_threshold);
     }
-    if (v_type == INT8) {
-        vint code = encode_unsigned(r.v_root, r.v_fourth_root, threshold_of_v(at.v_sequence, g, r.m));
-        store_8((uint8_t *)t->v.data + i, code, count);
-    }
+    if (m_type == INT8)
+        store_8((uint8_t *)t->m.data + i, encode_signed(r.m, r.m_level, r.m_root, m_threshold), count);
+    if (v_type == INT8)
+        store_8((uint8_t *)t->v.data + i, encode_unsigned(r.v_root, r.v_fourth_root, v_threshold), count);
     return next(at);
+}
+
+INLINE void encode_group(int m_type, int v_type, int has_idle, const tile *t, levels_per_unit levels, int i, int end)
+{
+    progress at = start(t, i);
+    roots ready = begin_roots(m_type, v_type, t, levels, i);
+    for (; i + LANES <= end; i += LANES) {
+        roots begun = begin_roots(m_type, v_type, t, levels, i + LANES);
+        at = encode_vector(m_type, v_type, has_idle, t, ready, at, i, LANES);
+        ready = begun;
+    }
+    if (i < end)
+        encode_vector(m_type, v_type, has_idle, t, ready, at, i, end - i);
 }
 
 /* Three rounds, so that the slow way from a group's values to its scale is gone for all groups at once. */
@@ -176,6 +183,7 @@ INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
 {
     int32_t m_tops[MOST_GROUPS], v_tops[MOST_GROUPS];
     levels_per_unit levels[MOST_GROUPS];
+    int idle[MOST_GROUPS];
     for (int group = 0; group < t->groups; group++) {
         const int end = t->starts[group + 1];
         int i = t->starts[group];
@@ -186,6 +194,7 @@ INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
             at = advance_vector(mechanism, m_type, v_type, t, keep, at, i, LANES);
         if (i < end)
             at = advance_vector(mechanism, m_type, v_type, t, keep, at, i, end - i);
+        idle[group] = any_lane(at.idle);
         if (m_type == INT8)
             m_tops[group] = largest_lane(at.m_top);
         if (v_type == INT8)
@@ -204,17 +213,11 @@ INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
         }
     }
     for (int group = 0; group < t->groups; group++) {
-        const int end = t->starts[group + 1];
-        int i = t->starts[group];
-        progress at = start(t, i);
-        roots ready = begin_roots(m_type, v_type, t, levels[group], i);
-        for (; i + LANES <= end; i += LANES) {
-            roots begun = begin_roots(m_type, v_type, t, levels[group], i + LANES);
-            at = encode_vector(m_type, v_type, t, ready, at, i, LANES);
-            ready = begun;
-        }
-        if (i < end)
-            encode_vector(m_type, v_type, t, ready, at, i, end - i);
+        const int first = t->starts[group], end = t->starts[group + 1];
+        if (idle[group])
+            encode_group(m_type, v_type, 1, t, levels[group], first, end);
+        else
+            encode_group(m_type, v_type, 0, t, levels[group], first, end);
     }
 }
 

@@ -1,0 +1,76 @@
+"""Every method of the paper's comparison behind one small interface.
+
+>>> [name for name in names() if name.startswith("adamw")]
+['adamw32', 'adamw16', 'adamw8', 'adamw8-torchao', 'adamw8-bitsandbytes']
+>>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+>>> optimizer = get("by-size@0.5").build(model, 1e-3, Settings(weight_decay=0.1))
+>>> optimizer.plan.state_bytes <= 0.5 * optimizer.plan.reference_bytes
+True
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+
+import torch  # noqa: F401 - the docstring example needs it
+
+from baoc.models.resolve import call_function
+from experiments.methods import adam_mini, adamw, budgeted, cosmos, galore, muon, spam
+from experiments.methods.base import Method, MethodError, Settings
+
+__all__ = ["Method", "MethodError", "Settings", "get", "load", "names"]
+
+_FIXED: dict[str, Method] = {
+    method.name: method for family in (adamw, adam_mini, galore, spam, muon, cosmos) for method in family.METHODS
+}
+_BUDGETED: dict[str, Callable[[float], Method]] = {
+    "baoc": budgeted.baoc_at,
+    "by-type": budgeted.by_type_at,
+    "by-size": budgeted.by_size_at,
+}
+_DEFAULT_SHARE = 0.5
+
+
+def names() -> list[str]:
+    """All methods; those with a budget at the paper's default of half of AdamW16's state, of which any share works."""
+    return [*_FIXED, *(f"{family}@{_DEFAULT_SHARE:g}" for family in _BUDGETED)]
+
+
+def get(name: str) -> Method:
+    """The method of a name: ``muon``, ``baoc@0.25``, or a person's own, ``file.py:function``.
+
+    >>> get("baoc@0.25").label
+    'BAOC 0.25'
+    """
+    file, _, function = name.rpartition(":")
+    if file.endswith(".py"):
+        return load(file, function)
+    family, at, share = name.partition("@")
+    if at and family in _BUDGETED:
+        return _BUDGETED[family](_share(name, share))
+    if name in _FIXED:
+        return _FIXED[name]
+    close = get_close_matches(name, names(), n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise MethodError(f"there is no method {name!r}.{hint} Known: {', '.join(names())} (any share after @).")
+
+
+def load(path: str | Path, function: str = "method") -> Method:
+    """A person's own method: what a function without arguments in a Python file returns."""
+    method = call_function(Path(path), function)
+    if not isinstance(method, Method):
+        raise MethodError(f"{path}:{function} returned {type(method).__name__}; it must return a Method.")
+    return method
+
+
+def _share(name: str, text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not (math.isfinite(share) and share > 0):
+        raise MethodError(f"{text!r} in {name!r} is not a share of AdamW16's state: write a number above 0, like 0.5.")
+    return share

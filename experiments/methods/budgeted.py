@@ -1,0 +1,146 @@
+"""BAOC at a budget, and two simple heuristics that keep to the same budget.
+
+The heuristics stand in the place of the paper's Heu-1 and Heu-2, which it does not define. Both start with 32-bit AdamW
+everywhere and go down a ladder of configurations until the budget is met:
+
+- *by type*: rung by rung, first MLPs and convolutions go down, then attentions, then embeddings and heads; of each,
+  the last layer first;
+- *by size*: the block that holds most state goes down, again and again.
+
+Vectors keep 32 bits. No gradient is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import baoc
+from baoc.partition import structural_units
+from baoc.plan import Block, Plan, PlanError, memory_budget
+from experiments.methods.base import Method, Settings
+from experiments.methods.roles import Part, parts
+
+LADDER = ("adamw-32", "adamw-16", "adamw-8", "adamw[m=int8,v=factored]", "adafactor-32", "sgdwm-8")
+ADAMW_RMS = 0.2  # of an update, in units of lr, as torch.optim.Muon's match_rms_adamw has it
+SGD_LR_SCALE = 100.0  # what people give SGD, 0.1, to what they give AdamW, 0.001
+
+
+def baoc_at(
+    share: float,
+    kind: type[baoc.BAOC] = baoc.BAOC,
+    changed: Callable[[Settings], Mapping[str, Any]] = lambda settings: {},
+) -> Method:
+    """BAOC as it is, or with other arguments, which may depend on the run: ablations need them."""
+
+    def build(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
+        arguments = {
+            "betas": settings.betas,
+            "weight_decay": settings.weight_decay,
+            "memory": share,
+            "warmup": settings.warmup,
+            "seed": settings.seed,
+        }
+        return kind(model, lr=lr, **{**arguments, **changed(settings)})
+
+    return Method(f"baoc@{share:g}", f"BAOC {share:g}", build, note="matches its blocks' lr to AdamW's")
+
+
+def by_type_at(share: float) -> Method:
+    return _planned(f"by-type@{share:g}", f"By type {share:g}", by_type, share)
+
+
+def by_size_at(share: float) -> Method:
+    return _planned(f"by-size@{share:g}", f"By size {share:g}", by_size, share)
+
+
+def _planned(name: str, label: str, make_plan: Callable[[nn.Module, float], Plan], share: float) -> Method:
+    def build(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
+        plan = make_plan(model, share)
+        return baoc.BlockOptimizer(model, lr=lr, betas=settings.betas, weight_decay=settings.weight_decay, plan=plan)
+
+    return Method(name, label, build, note="in the place of the paper's undefined heuristics")
+
+
+def by_type(model: nn.Module, share: float) -> Plan:
+    blocks = _blocks(model)
+    order = list(blocks)
+
+    def urgency(block: Block, rung: int) -> tuple[int, ...]:
+        members = blocks[block.name]
+        is_edge = any(part.role in ("embedding", "head") for part in members)
+        is_attention = any(part.is_query_or_key for part in members)
+        return -rung, -(2 * is_edge + is_attention), order.index(block.name)
+
+    return _descend(model, blocks, share, urgency)
+
+
+def by_size(model: nn.Module, share: float) -> Plan:
+    return _descend(model, _blocks(model), share, lambda block, rung: (block.state_bytes, -rung))
+
+
+def _blocks(model: nn.Module) -> dict[str, list[Part]]:
+    """The structural units without their vectors."""
+    by_name = {part.name: part for part in parts(model) if part.role != "vector"}
+    blocks = {
+        unit.name: [by_name[name] for name in unit.parameters if name in by_name] for unit in structural_units(model)
+    }
+    return {name: members for name, members in blocks.items() if members}
+
+
+def _descend(
+    model: nn.Module,
+    blocks: Mapping[str, Sequence[Part]],
+    share: float,
+    urgency: Callable[[Block, int], tuple[int, ...]],
+) -> Plan:
+    """Take the most urgent block one rung down until the plan fits."""
+    vectors = Block("vectors", baoc.parse(LADDER[0]), _shapes(part for part in parts(model) if part.role == "vector"))
+    ladders = [_ladder(name, members) for name, members in blocks.items()]
+    rungs = [0] * len(ladders)
+
+    def plan() -> Plan:
+        chosen = tuple(ladder[rung] for ladder, rung in zip(ladders, rungs))
+        return Plan((vectors, *chosen) if vectors.parameters else chosen)
+
+    budget = memory_budget(share, plan().reference_bytes)
+    while plan().state_bytes > budget:
+        movable = [i for i, ladder in enumerate(ladders) if rungs[i] + 1 < len(ladder)]
+        if not movable:
+            least = plan()
+            raise PlanError(
+                f"no plan of this heuristic fits {budget} bytes: the smallest holds {least.state_bytes}, "
+                f"{least.state_bytes / least.reference_bytes:.1%} of AdamW16's state."
+            )
+        rungs[max(movable, key=lambda i: urgency(ladders[i][rungs[i]], rungs[i]))] += 1
+    return plan()
+
+
+def _ladder(name: str, members: Sequence[Part]) -> list[Block]:
+    """The block on each rung that saves something: for a convolution, factors do not."""
+    ladder: list[Block] = []
+    for spelling in LADDER:
+        block = Block(name, baoc.parse(spelling), _shapes(members))
+        if not ladder or block.state_bytes < ladder[-1].state_bytes:
+            ladder.append(replace(block, lr_scale=_lr_scale(block, members)))
+    return ladder
+
+
+def _lr_scale(block: Block, members: Sequence[Part]) -> float:
+    """What makes updates about as long as AdamW's, as far as it can be known without gradients."""
+    mechanism = block.configuration.mechanism_name
+    if mechanism.startswith("sgd"):
+        return SGD_LR_SCALE
+    if mechanism != "adafactor" or any(part.param.is_meta for part in members):
+        return 1.0
+    squares = sum(part.param.detach().double().square().sum().item() for part in members)
+    rms = (squares / block.numel) ** 0.5  # Adafactor's step is relative to it, and to no less than 0.001
+    return float(f"{ADAMW_RMS / max(rms, 1e-3):.3g}")
+
+
+def _shapes(members: Iterable[Part]) -> dict[str, tuple[int, ...]]:
+    return {part.name: tuple(part.param.shape) for part in members}

@@ -1,0 +1,48 @@
+"""GPT-2: the paper's GPT2-small, and a small sibling of the same class."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from baoc.models import MODELS
+from experiments.workloads.base import need
+from experiments.workloads.language import CausalWorkload, LanguageSize
+from experiments.workloads.tokens import TRAINED_SIZE
+
+
+class GPTWorkload(CausalWorkload):
+    family, model_class = "GPT-2", "GPT2LMHeadModel"
+
+
+def gpt_small() -> nn.Module:
+    transformers = need("transformers", "gpt-small")
+    config = transformers.GPT2Config(
+        vocab_size=TRAINED_SIZE, n_positions=256, n_embd=128, n_layer=4, n_head=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model
+
+
+SIZES = {
+    "gpt2": LanguageSize(
+        build=MODELS["gpt2-small"],
+        parameters=124_439_808,
+        description="GPT2-small",
+        length=512,
+        longest=1024,
+        batch_size=16,
+        steps=3000,
+        lr=3e-4,
+    ),
+    "gpt-small": LanguageSize(
+        build=gpt_small,
+        parameters=1_350_400,
+        description="a GPT-2 of 4 layers and width 128",
+        length=192,
+        longest=256,
+        batch_size=8,
+        steps=300,
+        lr=2e-3,
+    ),
+}

@@ -1,0 +1,76 @@
+"""ViT: the paper's vision transformer, and a small sibling of the same class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from baoc.models import MODELS, ViT
+from baoc.models.resolve import explained
+from experiments.workloads import images
+from experiments.workloads.base import ACCURACY, Batch, Split
+from experiments.workloads.family import FamilyWorkload, Size
+
+
+class ViTWorkload(FamilyWorkload):
+    """Name the class of an image. Training images of CIFAR-10 are mirrored at random; digits, which change, are not."""
+
+    family, metric = "ViT", ACCURACY
+    tasks = {"cifar10": "naming CIFAR-10's images", "digits": "reading handwritten digits"}
+
+    @cached_property
+    def images(self) -> images.Splits:
+        return images.load(self.dataset, self.options)
+
+    def make(self, pretrained: str | None) -> nn.Module:
+        model = self.size.build()
+        if pretrained:
+            with explained(f"{pretrained!r} is not a saved state dict of {self.name}'s model"):
+                model.load_state_dict(torch.load(pretrained, map_location="cpu", weights_only=True))
+        return model
+
+    def checkpoint(self, model: nn.Module) -> None:
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+    def count(self, split: Split) -> int:
+        return len(self.images[split])
+
+    def collate(self, split: Split, indices: Sequence[int], generator: torch.Generator) -> Batch:
+        pixels, labels = self.images[split].batch(list(indices))
+        if split == "train" and self.dataset == "cifar10":
+            mirrored = torch.rand(len(pixels), 1, 1, 1, generator=generator) < 0.5
+            pixels = torch.where(mirrored, pixels.flip(-1), pixels)
+        return {"images": pixels, "labels": labels}
+
+    def sums(self, model: nn.Module, batch: Batch) -> Batch:
+        logits, labels = model(batch["images"]).float(), batch["labels"]
+        return {
+            "loss": F.cross_entropy(logits, labels, reduction="sum"),
+            "accuracy": (logits.argmax(-1) == labels).sum(),
+            "count": torch.tensor(len(labels)),
+        }
+
+
+def vit_small() -> nn.Module:
+    return ViT(image=images.SIZE, patch=8, classes=images.CLASSES, dim=128, depth=4, heads=4)
+
+
+SIZES = {
+    "vit": Size(
+        build=MODELS["vit"], parameters=10_949_002, description="the paper's ViT", batch_size=128, steps=4000, lr=5e-4
+    ),
+    "vit-small": Size(
+        build=vit_small,
+        parameters=821_642,
+        description="a ViT of 4 layers and width 128",
+        batch_size=32,
+        steps=1000,
+        lr=5e-4,
+    ),
+}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from baoc._version import __version__
-from baoc.cli import diff, estimate, explain, frontier, plan
+from baoc.cli import diff, estimate, experiment, explain, frontier, plan, statemem, workloads
 from baoc.cli.common import UsageError
 from baoc.configuration import ConfigurationError
 from baoc.estimate import EstimateError
@@ -18,7 +18,7 @@ from baoc.plan import PlanError
 from baoc.profiles import ProfileError
 from baoc.report import ReportError
 
-COMMANDS = (estimate, plan, explain, frontier, diff)
+COMMANDS = (estimate, plan, explain, frontier, diff, experiment, workloads, statemem)
 USER_ERRORS = (
     ConfigurationError,
     EstimateError,

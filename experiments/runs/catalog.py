@@ -1,0 +1,90 @@
+"""The paper's experiments as tables: which workloads, methods and variants each has by default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from experiments import methods
+from experiments.runs import variants
+
+LANGUAGE = ("gpt-small/embedded", "t5-small/embedded")
+VISION = ("vit-small/digits",)
+DIFFUSION = ("unet-small/digits",)
+
+BUDGETS = (0.1, 0.25, 0.4, 0.5, 0.75, 1.0)
+PEERS = ("adamw8-torchao", "adamw8-bitsandbytes")
+"""Others' builds of AdamW8: they answer whether ours is a fair baseline, and are slow on CPUs."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One section of the paper."""
+
+    name: str
+    title: str
+    workloads: tuple[str, ...]
+    methods: tuple[str, ...]
+    columns: tuple[str, ...]
+    """Of its table, by their names in :mod:`experiments.runs.tables`."""
+    variants: tuple[str, ...] = ()
+    """Besides the default; at the learning rate that is best for the default, so that one thing changes at a time."""
+    longer: int = 1
+    """Times the workload's own number of steps."""
+    figure: str | None = None  # "trade-off" or "sweep"
+
+
+_ALL = (
+    Experiment(
+        "fixed-budget",
+        "Fixed-budget allocation",
+        (*LANGUAGE, "llama-small/embedded", *VISION, *DIFFUSION),
+        tuple(name for name in methods.names() if name not in PEERS),
+        columns=("state", "loss", "time", "train", "test"),
+        figure="trade-off",
+    ),
+    Experiment(
+        "sweep",
+        "Memory-budget sweep",
+        (*VISION, *DIFFUSION, LANGUAGE[0]),
+        (
+            *(f"{family}@{share:g}" for family in ("baoc", "by-type", "by-size") for share in BUDGETS),
+            *("adamw16", "adamw8", "adafactor"),
+        ),
+        columns=("state", "share", "loss", "train", "test", "time"),
+        figure="sweep",
+    ),
+    Experiment(
+        "long",
+        "Longer schedule, with hybrid optimizers",
+        LANGUAGE,
+        ("muon", "cosmos", "spam", "adam-mini", "adamw16", "adamw32", "baoc@0.5"),
+        columns=("test", "time", "state"),
+        longer=4,
+        figure="trade-off",
+    ),
+    Experiment(
+        "diagnostics",
+        "One setting of BAOC changed at a time",
+        (*VISION, LANGUAGE[0]),
+        ("baoc@0.5",),
+        columns=("state", "loss", "train", "test", "time", "peak", "moved"),
+        variants=tuple(variants.DIAGNOSTICS),
+    ),
+    Experiment(
+        "partition",
+        "How parameters are cut into blocks",
+        LANGUAGE,
+        ("baoc@0.5",),
+        columns=("blocks", "state", "loss", "test", "moved"),
+        variants=tuple(variants.PARTITION),
+    ),
+    Experiment(
+        "online",
+        "Planning anew during training, with and without inheriting state",
+        (*VISION, LANGUAGE[0]),
+        ("baoc@0.5",),
+        columns=("state", "loss", "test", "time", "peak"),
+        variants=tuple(variants.ONLINE),
+    ),
+)
+EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}

@@ -1,0 +1,148 @@
+"""Run an experiment: what is finished stays, the rest is trained, and the tables and figures are made."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from experiments import methods
+from experiments.runs import report
+from experiments.runs.catalog import EXPERIMENTS, Experiment
+from experiments.runs.cell import Cell, Row, RunError, RunOptions
+from experiments.runs.progress import Board
+from experiments.runs.series import Series
+from experiments.runs.store import Store
+from experiments.runs.training import Progress, train_cell, workload_of
+from experiments.runs.tuning import TUNING_SEED, choose
+from experiments.runs.variants import method_of
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asks for. Empty means the experiment's own."""
+
+    experiment: str
+    output: Path | None = None
+    workloads: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    seeds: int = 3
+    steps: int | None = None
+    tuning: bool = True
+    """Try every learning rate of a method; if not, take the middle one."""
+    options: RunOptions = field(default_factory=RunOptions)
+
+    def __post_init__(self) -> None:
+        if self.experiment not in EXPERIMENTS:
+            raise RunError(f"there is no experiment {self.experiment!r}. There are {', '.join(EXPERIMENTS)}.")
+        for name in ("seeds", "steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RunError(f"{name} is {value}; it must be at least 1.")
+
+    @property
+    def what(self) -> Experiment:
+        return EXPERIMENTS[self.experiment]
+
+    @property
+    def folder(self) -> Path:
+        return self.output or Path("results") / self.experiment
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What the runs in a folder must have in common."""
+        return {
+            "experiment": self.experiment,
+            "steps": self.steps,
+            "tuning": self.tuning,
+            **self.options.settings,
+        }
+
+
+def run(request: Request, stream: TextIO | None = None) -> list[Path]:
+    """Train what is missing; the files with the results."""
+    stream = stream or sys.stderr
+    series = all_series(request, stream)
+    board = Board(series, stream)
+    store = Store(request.folder)
+    with store.writing(request.settings):
+        for one in series:
+            _run_series(one, request, store, board)
+    return report.write(store, request.what)
+
+
+def tables_of(request: Request) -> list[Path]:
+    """The files with the results of the runs that are there; nothing is trained."""
+    return report.write(Store(request.folder), request.what)
+
+
+def all_series(request: Request, stream: TextIO) -> list[Series]:
+    """Everything that was asked for, checked before anything is trained."""
+    found = []
+    usable = _usable_methods(request, stream)
+    for workload_name in request.workloads or request.what.workloads:
+        workload = workload_of(workload_name, request.options.workload)
+        next(workload.train_batches(seed=TUNING_SEED))  # if data is missing, say so now
+        steps = request.steps or workload.steps * request.what.longer
+        for name in usable:
+            factors = methods.get(name).lr_factors
+            grid = factors if request.tuning else (factors[len(factors) // 2],)
+            seeds = tuple(range(TUNING_SEED, TUNING_SEED + request.seeds))
+            found.append(Series(request.experiment, workload_name, name, steps, grid, seeds, request.what.variants))
+    return found
+
+
+def _usable_methods(request: Request, stream: TextIO) -> Sequence[str]:
+    """Those asked for must be there; of the experiment's own, those without their packages are left out."""
+    usable = []
+    for name in dict.fromkeys(request.methods or request.what.methods):
+        missing = methods.get(name).missing
+        for variant in request.what.variants:
+            method_of(name, variant)
+        if not missing:
+            usable.append(name)
+            continue
+        reason = f"{name} needs {', '.join(missing)}, which is not installed: pip install 'baoc[experiments]'"
+        if request.methods:
+            raise RunError(reason)
+        print(f"left out: {reason}", file=stream)
+    return usable
+
+
+def _run_series(series: Series, request: Request, store: Store, board: Board) -> None:
+    before, tried = board.position, []
+    for cell in series.tuning:
+        tried.append(_run_cell(cell, series, request, store, board))
+        if tried[-1]["error"]:  # no plan fits: nor would it at another learning rate
+            board.skip(series.workload, series.steps, series.size - (board.position - before))
+            return
+    for cells in series.finals(choose(tried, series.grid).lr_factor):
+        for index, cell in enumerate(cells):
+            is_tried = cell in series.tuning
+            row = _run_cell(cell, series, request, store, board, counts=not is_tried)
+            if row["error"]:
+                board.skip(series.workload, series.steps, len(cells) - index - 1)
+                break
+
+
+def _run_cell(cell: Cell, series: Series, request: Request, store: Store, board: Board, *, counts: bool = True) -> Row:
+    row = store.find(cell)
+    if row is not None:
+        if counts:
+            board.skip(cell.workload, cell.steps)
+        return row
+    board.begin(cell, method_of(cell.method, cell.variant).label)
+    folder = store.running(cell)
+    row = train_cell(cell, request.options, Progress(board.step, board.note), folder)
+    row |= {"phase": series.phase(cell), "lr_grid": list(series.grid)}
+    store.add(row)
+    shutil.rmtree(folder, ignore_errors=True)
+    board.end(cell)
+    if row["error"]:
+        board.note(f"  no run: {row['error']}")
+    elif row["diverged_at"]:
+        board.note(f"  diverged at step {row['diverged_at']}")
+    return row

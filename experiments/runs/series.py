@@ -1,0 +1,50 @@
+"""The runs of one method on one workload: first its learning rates on one seed, then all seeds with the best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from experiments.runs.cell import Cell
+from experiments.runs.tuning import TUNING_SEED
+
+
+@dataclass(frozen=True)
+class Series:
+    """All cells of a method on a workload.
+
+    >>> series = Series("long", "gpt-small/embedded", "muon", 300, (0.5, 1.0, 2.0), seeds=(0, 1, 2))
+    >>> [(cell.seed, cell.lr_factor) for cell in series.tuning]
+    [(0, 0.5), (0, 1.0), (0, 2.0)]
+    >>> [[(cell.seed, cell.lr_factor) for cell in cells] for cells in series.finals(2.0)]
+    [[(0, 2.0), (1, 2.0), (2, 2.0)]]
+    >>> series.size  # one run is in both
+    5
+    """
+
+    experiment: str
+    workload: str
+    method: str
+    steps: int
+    grid: tuple[float, ...]
+    seeds: tuple[int, ...]
+    variants: tuple[str, ...] = ()
+
+    @property
+    def tuning(self) -> list[Cell]:
+        return [self._cell(TUNING_SEED, factor) for factor in self.grid]
+
+    def finals(self, lr_factor: float) -> list[list[Cell]]:
+        """What the tables show, the default first, then each variant. One is in :attr:`tuning` too."""
+        return [[self._cell(seed, lr_factor, variant) for seed in self.seeds] for variant in ("", *self.variants)]
+
+    @property
+    def size(self) -> int:
+        """How many runs there are to train, whichever learning rate is best."""
+        return len({*self.tuning, *(cell for cells in self.finals(self.grid[0]) for cell in cells)})
+
+    def phase(self, cell: Cell) -> str:
+        """Which part of the protocol a run belongs to. The best of the first part is used in the second."""
+        return "tune" if len(self.grid) > 1 and cell in self.tuning else "final"
+
+    def _cell(self, seed: int, lr_factor: float, variant: str = "") -> Cell:
+        return Cell(self.experiment, self.workload, self.method, seed, lr_factor, self.steps, variant)

@@ -1,0 +1,89 @@
+"""From a cell to its row: train, go on where a killed run was, evaluate."""
+
+from __future__ import annotations
+
+import functools
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from baoc.plan import PlanError
+from experiments import workloads
+from experiments.runs.cell import Cell, Row, RunOptions
+from experiments.runs.outcome import outcome
+from experiments.runs.running import Running, checkpoint_in
+from experiments.runs.variants import method_of
+from experiments.workloads import Workload
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Whom to tell how a run goes."""
+
+    step: Callable[[int, int, float], None] = field(default=lambda step, steps, loss: None)
+    note: Callable[[str], None] = field(default=lambda text: None)
+
+
+@functools.lru_cache(maxsize=1)  # cells of one workload follow each other, and its data may be large
+def workload_of(name: str, options: workloads.Options) -> Workload:
+    return workloads.get(name, options)
+
+
+def train_cell(cell: Cell, options: RunOptions, progress: Progress | None = None, folder: Path | None = None) -> Row:
+    """Train, evaluate, and say all that the tables need.
+
+    A diverged run (its loss is not finite) ends early; a budget that no plan fits is a row too, with the ``error``.
+    Checkpoints go to ``folder``, and a run that left one there goes on from it. The caller removes the folder once the
+    row is safe.
+    """
+    progress = progress or Progress()
+    workload = workload_of(cell.workload, options.workload)
+    method = method_of(cell.method, cell.variant)
+    row: Row = {
+        **cell.fields,
+        "key": cell.key,
+        "label": method.label,
+        "lr": cell.lr_factor * workload.lr,
+        "metric": workload.metric.name,
+        "higher_is_better": workload.metric.higher_is_better,
+    }
+    next(workload.train_batches(seed=cell.seed))  # reads the data, which is no part of the training time
+    try:
+        running = _begun(cell, workload, options, progress, folder)
+        _train(running, options, progress, folder)
+    except PlanError as error:
+        return {**row, "error": str(error)}
+    return {**row, "error": None, **outcome(running, options.eval_batches)}
+
+
+def _begun(cell: Cell, workload: Workload, options: RunOptions, progress: Progress, folder: Path | None) -> Running:
+    def begin() -> Running:
+        return Running(cell, workload, method_of(cell.method, cell.variant), torch.device(options.device))
+
+    running = begin()
+    if folder is None or not checkpoint_in(folder).exists():
+        return running
+    try:
+        running.load(folder)
+        progress.note(f"going on from step {running.record.step} of {cell.steps}")
+        return running
+    except Exception as error:  # whatever a method's own load_state_dict raises
+        progress.note(f"starting over: the checkpoint in {str(folder)!r} cannot be used ({error})")
+        shutil.rmtree(folder)
+        return begin()
+
+
+def _train(running: Running, options: RunOptions, progress: Progress, folder: Path | None) -> None:
+    cell, record = running.cell, running.record
+    batches = running.workload.train_batches(seed=cell.seed, start=record.step)
+    while record.step < cell.steps:
+        loss = running.advance(lambda: next(batches))
+        progress.step(record.step, cell.steps, loss)
+        if not math.isfinite(loss):
+            return
+        if folder is not None and record.step % options.checkpoint_every == 0 and record.step < cell.steps:
+            running.save(folder)

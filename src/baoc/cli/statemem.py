@@ -1,0 +1,34 @@
+"""``baoc statemem``: the paper's StateMem column beside ours, with the reason for every difference."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+from baoc.cli import checkout, common
+
+SUMMARY = "the paper's state memory beside ours, and why they differ"
+
+DESCRIPTION = """\
+Compare the optimizer-state memory that the paper reports with what our builds of its methods hold. Models are on the
+meta device: nothing is allocated or trained. MB is 2^20 bytes. "their rule" is how the paper's figure comes about;
+"same" means to the last printed digit."""
+
+EXAMPLES = """\
+examples:
+  baoc statemem
+  baoc statemem --json"""
+
+
+def register(commands: common.Commands) -> None:
+    """Add the command to the parser of ``baoc``."""
+    parser = common.add_parser(commands, "statemem", SUMMARY, DESCRIPTION, EXAMPLES)
+    common.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the table, or the JSON."""
+    statemem = checkout.load("statemem")
+    print(json.dumps([asdict(row) for row in statemem.rows()], indent=2) if args.json else statemem.table())

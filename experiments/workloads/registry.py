@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import sys
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from baoc.models.resolve import explained, importable
+from baoc.models.resolve import explained, importable, load_file
 from baoc.text import human_count, table
 from experiments.workloads import gpt, llama, t5, unet, vit
 from experiments.workloads.base import Options, Workload, WorkloadError
@@ -97,7 +95,7 @@ def load(path: str | Path, options: Options | None = None) -> Workload:
         raise WorkloadError(f"{str(path)!r} is not a Python file.")
     with importable(path.parent):
         with explained(f"{path} cannot be imported", path):
-            module = _import(path)
+            module = load_file(path)
         found = _workload_in(module, path)
         if isinstance(found, Workload):
             return found
@@ -139,15 +137,6 @@ def describe(options: Options | None = None) -> str:
         for entry in entries(options)
     ]
     return table(header, rows, right=["parameters", "steps", "batch"])
-
-
-def _import(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"_baoc_workload_{path.stem}", path)
-    assert spec is not None and spec.loader is not None  # always so for a file that ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def _workload_in(module: ModuleType, path: Path) -> Workload | type[Workload]:

@@ -49,7 +49,7 @@ def call_function(path: Path, name: str, failure: str = "failed") -> Any:
         raise ModelError(f"there is no file {str(path)!r}.")
     with importable(path.parent):
         with explained(f"{path} cannot be imported", path):
-            module = _load(path)
+            module = load_file(path)
         function = getattr(module, name, None) if name else None
         if not callable(function):
             raise ModelError(_no_function(path, name, module))
@@ -79,7 +79,8 @@ def _as_module(result: Any, source: str) -> nn.Module:
     return result
 
 
-def _load(path: Path) -> ModuleType:
+def load_file(path: Path) -> ModuleType:
+    """Import a Python file of the user's."""
     spec = importlib.util.spec_from_file_location(f"_baoc_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # always so for a file that ends in .py
     module = importlib.util.module_from_spec(spec)

@@ -4,6 +4,7 @@
 
 #include "simd.h"
 
+/* The numbers of the formats are those of `baoc/spec.py` and `baoc/codecs/int8.py`; tests fail if one side changes. */
 #define GROUP 256
 #define PHASE_PER_ELEMENT 0x609FD5u
 
@@ -58,8 +59,6 @@ INLINE vint round_to_bf16(vfloat x)
 
 /* Codes are roots of `level = |value| / scale` in units that make them whole numbers: level = code ** 2 for signed slots,
  * code ** 4 for the others. */
-#define SIGNED_TOP 127.0f
-#define UNSIGNED_TOP 255.0f
 #define SIGNED_LEVELS (127.0f * 127.0f)
 #define UNSIGNED_LEVELS (255.0f * 255.0f * 255.0f * 255.0f)
 #define SMALLEST_SCALE 0x1p-96f /* below it, levels per unit would overflow */

@@ -9,7 +9,7 @@
 
 /* A slot's numbers for the elements of a tile. */
 typedef struct {
-    void *data;    /* dense numbers, codes, or an expanded second moment */
+    void *data;    /* dense numbers, codes, or the expanded root of a factored v */
     float *scales; /* int8: one for each group */
     float *fresh;  /* scratch for new values that cannot be stored yet */
     uint32_t phase;

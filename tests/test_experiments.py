@@ -9,6 +9,7 @@ import io
 import json
 import pkgutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def request_for(tiny: str, tmp_path: Path, **changes: Any) -> Request:
 
 
 def cell_for(tiny: str, method: str, variant: str = "") -> Cell:
-    return Cell("fixed-budget", tiny, method, seed=0, lr_factor=1.0, steps=STEPS, variant=variant)
+    return Cell(tiny, method, seed=0, lr_factor=1.0, steps=STEPS, variant=variant)
 
 
 def rows_in(request: Request) -> list[Row]:
@@ -152,6 +153,22 @@ def test_what_is_finished_is_not_trained_again(tiny: str, tmp_path: Path, monkey
     with pytest.raises(TypeError):  # our stand-in gives no row
         run(request_for(tiny, tmp_path, methods=("adamw32",), seeds=2), io.StringIO())
     assert len(trained) == 1 and "seed=1" in trained[0]
+
+
+def test_runs_of_another_experiment_are_copied_where_they_are_the_same(tiny: str, tmp_path: Path) -> None:
+    request = request_for(tiny, tmp_path, methods=("adamw32",))
+    run(request, io.StringIO())
+    (trained,) = rows_in(request)
+    kind = class_of(tiny)
+    kind.seen = 0
+    sweep = replace(request, experiment="sweep", output=tmp_path / "sweep", reuse=(request.folder,))
+    run(sweep, io.StringIO())
+    assert kind.seen == 0 and rows_in(sweep) == [trained]
+    other = replace(sweep, output=tmp_path / "other", options=RunOptions(eval_batches=1))
+    run(other, io.StringIO())
+    assert kind.seen == STEPS
+    with pytest.raises(StoreError, match=r"there is no runs\.jsonl in .*nowhere"):
+        run(replace(sweep, reuse=(tmp_path / "nowhere",)), io.StringIO())
 
 
 RESUMED = [name for name in EXPERIMENTS["fixed-budget"].methods if not methods.get(name).missing]
@@ -221,12 +238,12 @@ def test_a_budget_that_nothing_fits_is_a_row(tiny: str, tmp_path: Path) -> None:
 
 
 def test_a_torn_line_is_dropped(tmp_path: Path) -> None:
-    with Store(tmp_path).writing({}) as store:
+    with Store(tmp_path).writing("sweep") as store:
         store.add({"key": "a"})
     with open(store.path, "ab") as file:
         file.write(b'{"key": "b", "te')
     assert [row["key"] for row in Store(tmp_path).rows] == ["a"]
-    with Store(tmp_path).writing({}) as store:
+    with Store(tmp_path).writing("sweep") as store:
         store.add({"key": "c"})
     assert [row["key"] for row in Store(tmp_path).rows] == ["a", "c"]
     assert all(json.loads(line) for line in store.path.read_text().splitlines())
@@ -234,13 +251,21 @@ def test_a_torn_line_is_dropped(tmp_path: Path) -> None:
 
 def test_other_settings_are_refused(tiny: str, tmp_path: Path) -> None:
     run(request_for(tiny, tmp_path, methods=("adamw32",)), io.StringIO())
-    with pytest.raises(StoreError, match=r"steps 7 \(was None\).*another --output"):
+    with pytest.raises(StoreError, match=r"steps 7 \(was 30\).*another --output"):
         run(request_for(tiny, tmp_path, methods=("adamw32",), steps=7), io.StringIO())
 
 
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
-    with Store(tmp_path).writing({}), pytest.raises(StoreError, match="another process"), Store(tmp_path).writing({}):
+    with Store(tmp_path).writing("sweep"), pytest.raises(StoreError, match="another process"):  # noqa: SIM117
+        with Store(tmp_path).writing("sweep"):
+            pass
+
+
+def test_a_folder_is_of_one_experiment(tmp_path: Path) -> None:
+    with Store(tmp_path).writing("sweep"):
+        pass
+    with pytest.raises(StoreError, match=r"the experiment 'sweep'\. Give another"), Store(tmp_path).writing("online"):
         pass
 
 
@@ -270,7 +295,7 @@ def test_validation_chooses_the_learning_rate_and_its_run_is_used_again(tiny: st
 
 
 def test_variants_keep_the_learning_rate_of_the_default() -> None:
-    series = Series("online", "w", "baoc@0.5", 10, (0.5, 1.0, 2.0), (0, 1), ("online, restarting",))
+    series = Series("w", "baoc@0.5", 10, (0.5, 1.0, 2.0), (0, 1), ("online, restarting",))
     finals = [cell for cells in series.finals(2.0) for cell in cells]
     assert {cell.lr_factor for cell in finals} == {2.0}
     assert len(finals) == 4 and series.size == 3 + 3
@@ -329,7 +354,6 @@ def test_requests_are_checked_before_anything_is_trained(tiny: str, tmp_path: Pa
 
 def made_up(method: str, seed: int, test: float | None, **changes: Any) -> Row:
     return {
-        "experiment": "sweep",
         "workload": "w",
         "method": method,
         "variant": "",
@@ -378,7 +402,7 @@ def made_up_runs() -> list[Row]:
 
 
 def written(tmp_path: Path, name: str, rows: list[Row]) -> list[Path]:
-    with Store(tmp_path).writing({}) as store:
+    with Store(tmp_path).writing(name) as store:
         for row in rows:
             store.add({"key": "", **row})
     return report.write(Store(tmp_path), EXPERIMENTS[name])
@@ -433,7 +457,7 @@ class Terminal(io.StringIO):
 
 
 def test_progress_says_what_is_left() -> None:
-    series = Series("long", "w", "muon", 100, (1.0,), (0, 1, 2))
+    series = Series("w", "muon", 100, (1.0,), (0, 1, 2))
     stream, now = Terminal(), [0.0]
     board = Board([series], stream, clock=lambda: now[0])
     cell, other, _ = series.finals(1.0)[0]

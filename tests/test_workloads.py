@@ -319,15 +319,16 @@ def test_a_split_without_examples_is_an_error(tmp_path):
 # -- language
 
 
-def test_only_the_response_is_learned(options):
-    workload = get("gpt-small/gsm8k", options)
+@pytest.mark.parametrize(("name", "learns_prompts"), [("gpt2/gsm8k", False), ("gpt-small/gsm8k", True)])
+def test_the_response_is_learned_and_by_small_models_the_prompt(name, learns_prompts, options):
+    workload = get(name, options)
     example = workload.examples["train"][0]
     batch = workload.collate("train", [0], torch.Generator())
     (prompt,), (response,) = (workload.tokenizer.encode([part]) for part in (example.prompt, example.response))
     inputs, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
     whole = [*prompt, *response, workload.tokenizer.end]
     assert inputs[: len(whole) - 1] == whole[:-1] and set(inputs[len(whole) - 1 :]) == {workload.tokenizer.pad}
-    assert [label for label in labels if label != IGNORED] == whole[len(prompt) :]
+    assert [label for label in labels if label != IGNORED] == whole[1 if learns_prompts else len(prompt) :]
     assert all(label in (IGNORED, token) for label, token in zip(labels, whole[1:]))
 
 
@@ -341,7 +342,7 @@ def test_the_decoder_sees_the_response_one_step_late(options):
 
 
 def test_long_prompts_lose_their_beginning_and_long_responses_their_end(options):
-    workload = get("gpt-small/gsm8k", options)
+    workload = get("gpt2/gsm8k", options)
     batch = workload.arrange([list(range(100, 200))], [list(range(200, 300))])
     inputs, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
     assert inputs == [*range(176, 200), *range(200, 224)]

@@ -28,6 +28,7 @@ _FIXED: dict[str, Method] = {
 }
 _BUDGETED: dict[str, Callable[[float], Method]] = {
     "baoc": budgeted.baoc_at,
+    "baoc-paper": budgeted.baoc_paper_at,
     "by-type": budgeted.by_type_at,
     "by-size": budgeted.by_size_at,
 }

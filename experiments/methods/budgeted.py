@@ -50,6 +50,12 @@ def baoc_at(
     return Method(f"baoc@{share:g}", f"BAOC {share:g}", build, note="matches its blocks' lr to AdamW's")
 
 
+def baoc_paper_at(share: float) -> Method:
+    """BAOC that scores risks by the paper's Eq. 9, to the letter."""
+    method = baoc_at(share, changed=lambda settings: {"risk": "paper"})
+    return replace(method, name=f"baoc-paper@{share:g}", label=f"BAOC {share:g}, paper's risk")
+
+
 def by_type_at(share: float) -> Method:
     return _planned(f"by-type@{share:g}", f"By type {share:g}", by_type, share)
 

@@ -47,7 +47,7 @@ _ALL = (
         "Memory-budget sweep",
         (*VISION, *DIFFUSION, LANGUAGE[0]),
         (
-            *(f"{family}@{share:g}" for family in ("baoc", "by-type", "by-size") for share in BUDGETS),
+            *(f"{family}@{share:g}" for family in ("baoc", "baoc-paper", "by-type", "by-size") for share in BUDGETS),
             *("adamw16", "adamw8", "adafactor"),
         ),
         columns=("state", "share", "loss", "train", "test", "time"),

@@ -19,16 +19,15 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of an experiment.
+    """One run, whichever experiment asks for it.
 
-    >>> cell = Cell("sweep", "gpt-small/embedded", "baoc@0.5", seed=1, lr_factor=2.0, steps=300)
+    >>> cell = Cell("gpt-small/embedded", "baoc@0.5", seed=1, lr_factor=2.0, steps=300)
     >>> cell.key
-    'sweep gpt-small/embedded baoc@0.5 seed=1 lr=x2 steps=300'
+    'gpt-small/embedded baoc@0.5 seed=1 lr=x2 steps=300'
     >>> cell.folder_name
-    'sweep-gpt-small-embedded-baoc-0.5-seed-1-lr-x2-steps-300-9dcc13'
+    'gpt-small-embedded-baoc-0.5-seed-1-lr-x2-steps-300-71a013'
     """
 
-    experiment: str
     workload: str
     method: str
     seed: int
@@ -40,7 +39,7 @@ class Cell:
     @property
     def key(self) -> str:
         """The same text for the same run, today and tomorrow."""
-        which = [self.experiment, self.workload, self.method, self.variant]
+        which = [self.workload, self.method, self.variant]
         how = [f"seed={self.seed}", f"lr=x{self.lr_factor:g}", f"steps={self.steps}"]
         return " ".join(filter(None, [*which, *how]))
 

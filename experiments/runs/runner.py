@@ -33,6 +33,8 @@ class Request:
     steps: int | None = None
     tuning: bool = True
     """Try every learning rate of a method; if not, take the middle one."""
+    reuse: tuple[Path, ...] = ()
+    """Folders of other experiments, whose runs need not be trained again."""
     options: RunOptions = field(default_factory=RunOptions)
 
     def __post_init__(self) -> None:
@@ -51,16 +53,6 @@ class Request:
     def folder(self) -> Path:
         return self.output or Path("results") / self.experiment
 
-    @property
-    def settings(self) -> dict[str, object]:
-        """What the runs in a folder must have in common."""
-        return {
-            "experiment": self.experiment,
-            "steps": self.steps,
-            "tuning": self.tuning,
-            **self.options.settings,
-        }
-
 
 def run(request: Request, stream: TextIO | None = None) -> list[Path]:
     """Train what is missing; the files with the results."""
@@ -68,8 +60,12 @@ def run(request: Request, stream: TextIO | None = None) -> list[Path]:
     series = all_series(request, stream)
     board = Board(series, stream)
     store = Store(request.folder)
-    with store.writing(request.settings):
+    finished = [Store(folder, must_exist=True) for folder in request.reuse]
+    with store.writing(request.experiment):
         for one in series:
+            store.check(one, request.options.settings)
+        for one in series:
+            _take_finished(one, request, store, finished)
             _run_series(one, request, store, board)
     return report.write(store, request.what)
 
@@ -91,7 +87,7 @@ def all_series(request: Request, stream: TextIO) -> list[Series]:
             factors = methods.get(name).lr_factors
             grid = factors if request.tuning else (factors[len(factors) // 2],)
             seeds = tuple(range(TUNING_SEED, TUNING_SEED + request.seeds))
-            found.append(Series(request.experiment, workload_name, name, steps, grid, seeds, request.what.variants))
+            found.append(Series(workload_name, name, steps, grid, seeds, request.what.variants))
     return found
 
 
@@ -110,6 +106,15 @@ def _usable_methods(request: Request, stream: TextIO) -> Sequence[str]:
             raise RunError(reason)
         print(f"left out: {reason}", file=stream)
     return usable
+
+
+def _take_finished(series: Series, request: Request, store: Store, others: Sequence[Store]) -> None:
+    """Copy the runs that another experiment has trained already."""
+    wanted = {cell.key: cell for cell in series.cells if store.find(cell) is None}
+    for row in (row for other in others for row in other.rows):
+        cell = wanted.get(row["key"])
+        if cell is not None and row["settings"] == request.options.settings:
+            store.add({**row, **series.about(wanted.pop(cell.key))})
 
 
 def _run_series(series: Series, request: Request, store: Store, board: Board) -> None:
@@ -137,7 +142,7 @@ def _run_cell(cell: Cell, series: Series, request: Request, store: Store, board:
     board.begin(cell, method_of(cell.method, cell.variant).label)
     folder = store.running(cell)
     row = train_cell(cell, request.options, Progress(board.step, board.note), folder)
-    row |= {"phase": series.phase(cell), "lr_grid": list(series.grid)}
+    row |= series.about(cell)
     store.add(row)
     shutil.rmtree(folder, ignore_errors=True)
     board.end(cell)

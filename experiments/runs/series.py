@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.runs.cell import Cell
+from experiments.runs.cell import Cell, Row
 from experiments.runs.tuning import TUNING_SEED
 
 
@@ -12,7 +12,7 @@ from experiments.runs.tuning import TUNING_SEED
 class Series:
     """All cells of a method on a workload.
 
-    >>> series = Series("long", "gpt-small/embedded", "muon", 300, (0.5, 1.0, 2.0), seeds=(0, 1, 2))
+    >>> series = Series("gpt-small/embedded", "muon", 300, (0.5, 1.0, 2.0), seeds=(0, 1, 2))
     >>> [(cell.seed, cell.lr_factor) for cell in series.tuning]
     [(0, 0.5), (0, 1.0), (0, 2.0)]
     >>> [[(cell.seed, cell.lr_factor) for cell in cells] for cells in series.finals(2.0)]
@@ -21,7 +21,6 @@ class Series:
     5
     """
 
-    experiment: str
     workload: str
     method: str
     steps: int
@@ -42,9 +41,16 @@ class Series:
         """How many runs there are to train, whichever learning rate is best."""
         return len({*self.tuning, *(cell for cells in self.finals(self.grid[0]) for cell in cells)})
 
-    def phase(self, cell: Cell) -> str:
+    @property
+    def cells(self) -> list[Cell]:
+        """All runs that may be needed: which of them are depends on the learning rate that is best."""
+        finals = [cell for factor in self.grid for cells in self.finals(factor) for cell in cells]
+        return list(dict.fromkeys([*self.tuning, *finals]))
+
+    def about(self, cell: Cell) -> Row:
         """Which part of the protocol a run belongs to. The best of the first part is used in the second."""
-        return "tune" if len(self.grid) > 1 and cell in self.tuning else "final"
+        is_tuning = len(self.grid) > 1 and cell in self.tuning
+        return {"phase": "tune" if is_tuning else "final", "lr_grid": list(self.grid)}
 
     def _cell(self, seed: int, lr_factor: float, variant: str = "") -> Cell:
-        return Cell(self.experiment, self.workload, self.method, seed, lr_factor, self.steps, variant)
+        return Cell(self.workload, self.method, seed, lr_factor, self.steps, variant)

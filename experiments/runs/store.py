@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from experiments.runs.cell import Cell, Row, RunError
+from experiments.runs.series import Series
 
 FORMAT = "baoc.runs"
 VERSION = 1
@@ -20,37 +21,42 @@ class StoreError(RunError):
 
 
 class Store:
-    """The runs of a folder. The first line of its file has the settings that all of them share.
+    """The runs of one experiment, in a folder.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
-    ...     with Store(folder).writing({"bf16": False}) as store:
+    ...     with Store(folder).writing("sweep") as store:
     ...         store.add({"key": "a run", "test_loss": 1.5})
     ...     Store(folder).rows
     [{'key': 'a run', 'test_loss': 1.5}]
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, must_exist: bool = False) -> None:
         self.folder = Path(folder)
         self.path = self.folder / "runs.jsonl"
-        self.settings: dict[str, Any] | None = None
+        self.experiment: str | None = None
         self.rows: list[Row] = []
         self._complete = 0  # bytes of whole lines: a torn one, from a killed process, is written over
         self._file: BinaryIO | None = None
         if self.path.exists():
             self._read(self.path.read_bytes())
+        elif must_exist:
+            raise StoreError(f"there is no {self.path.name} in {str(self.folder)!r}.")
 
     @contextmanager
-    def writing(self, settings: Mapping[str, Any]) -> Iterator[Store]:
-        """Allow :meth:`add`, for one process at a time. Other settings than those of the file are refused."""
+    def writing(self, experiment: str) -> Iterator[Store]:
+        """Allow :meth:`add`, for one process at a time."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.path, "r+b" if self.path.exists() else "w+b") as self._file:
             _lock(self._file, self.path)
             self._read(self._file.read())  # again: another process may have written since
-            self._check(dict(settings))
-            if self.settings is None:
-                self._append({"format": FORMAT, "version": VERSION, "settings": dict(settings)})
-                self.settings = dict(settings)
+            if self.experiment is None:
+                self._append({"format": FORMAT, "version": VERSION, "experiment": experiment})
+                self.experiment = experiment
+            if self.experiment != experiment:
+                raise StoreError(
+                    f"{str(self.folder)!r} has the runs of the experiment {self.experiment!r}. Give another --output."
+                )
             yield self
         self._file = None
 
@@ -62,13 +68,26 @@ class Store:
     def find(self, cell: Cell) -> Row | None:
         return next((row for row in self.rows if row["key"] == cell.key), None)
 
+    def check(self, series: Series, settings: Mapping[str, Any]) -> None:
+        """Refuse runs that could not be compared with those that are there."""
+        new = {"steps": series.steps, "tuning": len(series.grid) > 1, **settings}
+        for row in self.rows:
+            old = {"steps": row["steps"], "tuning": len(row["lr_grid"]) > 1, **row["settings"]}
+            changed = [name for name in new if old.get(name) != new[name]]
+            if changed and row["workload"] == series.workload:
+                told = ", ".join(f"{name} {new[name]!r} (was {old.get(name)!r})" for name in changed)
+                raise StoreError(
+                    f"the runs of {series.workload} in {str(self.folder)!r} were made with other settings: {told}. "
+                    "They cannot be compared: go on with the old settings, or give another --output."
+                )
+
     def running(self, cell: Cell) -> Path:
         """Where a run keeps its checkpoint until it is finished."""
         return self.folder / "running" / cell.folder_name
 
     def _append(self, content: Mapping[str, Any]) -> None:
         if self._file is None:
-            raise RuntimeError("rows are added inside `with store.writing(settings):`.")
+            raise RuntimeError("rows are added inside `with store.writing(experiment):`.")
         line = json.dumps(content, allow_nan=False).encode() + b"\n"
         self._file.seek(self._complete)
         self._file.truncate()
@@ -93,19 +112,7 @@ class Store:
                 f"{str(self.path)!r} does not begin like a file of runs that this baoc reads (version {VERSION}). "
                 "Give another --output."
             )
-        self.settings = first["settings"]
-
-    def _check(self, settings: dict[str, Any]) -> None:
-        old = self.settings
-        if old is None:
-            return
-        names = [name for name in {**old, **settings} if old.get(name) != settings.get(name)]
-        if names:
-            told = ", ".join(f"{name} {settings.get(name)!r} (was {old.get(name)!r})" for name in names)
-            raise StoreError(
-                f"the runs in {str(self.folder)!r} were made with other settings: {told}. They cannot be compared: go "
-                "on with the old settings, or give another --output."
-            )
+        self.experiment = first["experiment"]
 
 
 def _lock(file: BinaryIO, path: Path) -> None:

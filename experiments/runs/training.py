@@ -46,6 +46,7 @@ def train_cell(cell: Cell, options: RunOptions, progress: Progress | None = None
     row: Row = {
         **cell.fields,
         "key": cell.key,
+        "settings": options.settings,
         "label": method.label,
         "lr": cell.lr_factor * workload.lr,
         "metric": workload.metric.name,

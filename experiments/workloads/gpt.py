@@ -37,12 +37,13 @@ SIZES = {
     ),
     "gpt-small": LanguageSize(
         build=gpt_small,
-        parameters=1_350_400,
+        parameters=957_184,
         description="a GPT-2 of 4 layers and width 128",
-        length=192,
+        length=128,
         longest=256,
         batch_size=8,
-        steps=300,
-        lr=2e-3,
+        steps=400,
+        lr=3e-3,
+        learns_prompts=True,
     ),
 }

@@ -28,10 +28,12 @@ class LanguageSize(Size):
     """Tokens in a sequence."""
     longest: int | None = None
     """The most tokens that the model has positions for."""
+    learns_prompts: bool = False
+    """For small models, which start from nothing: every token teaches them something."""
 
 
 class LanguageWorkload(FamilyWorkload):
-    """Write the response to a prompt. The loss is on the response's tokens only; perplexity is of those tokens.
+    """Write the response to a prompt. Loss and perplexity are of the response's tokens; some sizes learn prompts too.
 
     Sequences have one fixed length. Where a prompt and its response do not fit, the prompt loses its beginning, but
     keeps at least half of the length, and the response loses its end.
@@ -46,6 +48,8 @@ class LanguageWorkload(FamilyWorkload):
         "gsm8k": "solving GSM8K's problems",
         "embedded": "continuing Python's language reference",
     }
+
+    size: LanguageSize
 
     def __init__(self, name: str, size: LanguageSize, dataset: str, options: Options | None = None) -> None:
         super().__init__(name, size, dataset, options)
@@ -120,7 +124,7 @@ class CausalWorkload(LanguageWorkload):
             room = max(self.length + 1 - len(response), self.length // 2, 1)
             prompt = prompt[-room:] or [self.tokenizer.end]
             whole.append(prompt + response)
-            labels.append([IGNORED] * (len(prompt) - 1) + response)
+            labels.append((prompt[1:] if self.size.learns_prompts else [IGNORED] * (len(prompt) - 1)) + response)
         # Every token but the last is read, and the one after it is to be predicted.
         inputs = self.padded([ids[:-1] for ids in whole], self.tokenizer.pad)
         return {"input_ids": inputs, "labels": self.padded(labels, IGNORED)}

@@ -47,11 +47,12 @@ SIZES = {
     ),
     "llama-small": LanguageSize(
         build=llama_small,
-        parameters=1_311_872,
+        parameters=918_656,
         description="a Llama of 4 layers and width 128",
-        length=192,
+        length=128,
         batch_size=8,
-        steps=300,
+        steps=400,
         lr=2e-3,
+        learns_prompts=True,
     ),
 }

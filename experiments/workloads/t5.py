@@ -49,11 +49,11 @@ SIZES = {
     ),
     "t5-small": LanguageSize(
         build=t5_small,
-        parameters=1_902_976,
+        parameters=1_509_760,
         description="a T5 of 3 + 3 layers and width 128",
         length=128,
         batch_size=8,
-        steps=300,
+        steps=400,
         lr=4e-3,
     ),
 }

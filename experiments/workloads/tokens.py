@@ -13,7 +13,7 @@ from typing import Any
 from baoc.models.resolve import explained
 from experiments.workloads.base import WorkloadError, need
 
-TRAINED_SIZE = 4096
+TRAINED_SIZE = 1024  # few, so that little of a small model is embeddings
 PAD, END = "<pad>", "<end>"
 _FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
 
@@ -49,7 +49,7 @@ def pretrained(source: str) -> Tokenizer | None:
 
 
 def trained(texts: Sequence[str], cache: Path) -> Tokenizer:
-    """A BPE of at most 4,096 tokens, trained on these texts, or found in the cache if it was before."""
+    """A BPE of at most 1,024 tokens, trained on these texts, or found in the cache if it was before."""
     tokenizers = need("tokenizers", "a language workload without a pretrained tokenizer")
     digest = hashlib.blake2b(digest_size=12)
     for text in texts:

@@ -132,6 +132,6 @@ SIZES = {
         condition=(4, 64),
         batch_size=16,
         steps=250,
-        lr=1e-3,
+        lr=2e-3,
     ),
 }

@@ -71,6 +71,6 @@ SIZES = {
         description="a ViT of 4 layers and width 128",
         batch_size=32,
         steps=1000,
-        lr=5e-4,
+        lr=3e-4,
     ),
 }

@@ -61,6 +61,14 @@ def register(commands: common.Commands) -> None:
     parser.add_argument("--steps", metavar="N", type=count, help="of each run (default: the workload's own number)")
     parser.add_argument("--output", metavar="DIR", type=Path, help="where results go (default: results/NAME)")
     parser.add_argument(
+        "--reuse",
+        metavar="DIR",
+        action="append",
+        type=Path,
+        default=[],
+        help="another experiment's OUTPUT, whose runs are copied where they are the same; repeatable",
+    )
+    parser.add_argument(
         "--no-tuning", action="store_true", help="take the middle of each method's learning rates, untried"
     )
     parser.add_argument("--data", metavar="DIR", help="has alpaca/, gsm8k/, cifar10/ (default: $BAOC_DATA, or the hub)")
@@ -98,6 +106,7 @@ def _request(args: argparse.Namespace, runs: ModuleType) -> object:
     return runs.Request(
         args.experiment,
         output=args.output,
+        reuse=tuple(args.reuse),
         workloads=tuple(args.workload),
         methods=tuple(args.method),
         seeds=args.seeds,

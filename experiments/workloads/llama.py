@@ -52,7 +52,7 @@ SIZES = {
         length=128,
         batch_size=8,
         steps=400,
-        lr=2e-3,
+        lr=4e-3,
         learns_prompts=True,
     ),
 }

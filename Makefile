@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .PHONY: demo test bench sanitize lint format clean
 
-demo: $(VENV)/.core
+demo: $(VENV)/.demo
 	$(BIN)/python -m experiments.demo
 
 test: $(VENV)/.dev lint
@@ -42,8 +42,12 @@ $(VENV)/.core: pyproject.toml setup.py constraints.txt $(wildcard src/baoc/kerne
 	$(PIP) --editable .
 	touch $@
 
+$(VENV)/.demo: $(VENV)/.core
+	$(PIP) --editable ".[plot]"
+	touch $@
+
 $(VENV)/.dev: $(VENV)/.core
-	$(PIP) --group dev --editable ".[models,plot]"
+	$(PIP) --group dev --editable ".[experiments]"
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.core

@@ -14,12 +14,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.timing import timed
+from experiments import process
 
 _CPUINFO = Path("/proc/cpuinfo")
 _STAT = Path("/proc/stat")
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
 
 
 def describe(packages: Sequence[str] = ()) -> dict[str, object]:
@@ -87,10 +85,10 @@ def extra_peak(action: Callable[[], object]) -> int | None:
     """
     try:
         _trim()
-        _CLEAR_REFS.write_text(_RESET_PEAK)
-        before = _status_bytes("VmRSS")
+        process.forget_peak()
+        before = process.resident_bytes()
         action()
-        return max(0, _status_bytes("VmHWM") - before)
+        return max(0, process.peak_bytes() - before)
     except OSError:
         return None
 
@@ -107,14 +105,6 @@ def _busy_seconds() -> float | None:
         return None
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def _status_bytes(key: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == key:
-            return int(value.split()[0]) * 1024
-    raise OSError(f"{_STATUS} has no {key}")
 
 
 def _trim() -> None:

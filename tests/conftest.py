@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
+
+from tests.tiny_workload import WORKLOAD
 
 # Tests run side by side on few cores. Set before any fixture runs: sums of fp32 numbers depend on the threads.
 torch.set_num_threads(1)
@@ -11,3 +16,18 @@ torch.set_num_threads(1)
 def _same_random_numbers() -> None:
     """No test may depend on another's random numbers."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def without_compiling() -> Iterator[None]:
+    """Torchao compiles for each shape, which would take most of the time."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """A person's own workload, in a file."""
+    path = tmp_path / "tiny.py"
+    path.write_text(WORKLOAD)
+    return str(path)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from baoc import CATALOG, BlockOptimizer, state_bytes
+from baoc import CATALOG, BlockOptimizer, __version__, state_bytes
 from baoc.cli import main
 from baoc.configuration import REFERENCE, parse
 from baoc.estimate import EstimateError, estimate, split_excluded, trainable_shapes
@@ -518,6 +518,12 @@ def test_help_does_not_load_model_libraries() -> None:
         "sys.exit(not {'transformers', 'diffusers'}.isdisjoint(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_the_package_runs_as_the_command() -> None:
+    command = [sys.executable, "-m", "baoc", "--version"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout == f"baoc {__version__}\n"
 
 
 def test_output_survives_a_reader_that_leaves() -> None:

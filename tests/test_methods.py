@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from experiments.methods import Method, MethodError, Settings, cosmos, galore, r
 from experiments.methods.base import GRID
 from experiments.methods.chained import Chained
 from experiments.methods.roles import parts
+from experiments.packages import PackageError
 
 LR = 3e-3
 SETTINGS = Settings(weight_decay=0.1, steps=40, warmup=3)
@@ -36,14 +36,8 @@ def cases(names: list[str]) -> list[object]:
     return found
 
 
+pytestmark = pytest.mark.usefixtures("without_compiling")
 every_method = pytest.mark.parametrize("method", cases(methods.names()))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _without_compiling() -> Iterator[None]:
-    """Torchao compiles for each shape, which would take most of the time."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 class Attention(nn.Module):
@@ -260,7 +254,7 @@ def test_a_missing_package_says_how_to_get_it(name: str, monkeypatch: pytest.Mon
         monkeypatch.delitem(sys.modules, package)
     for package in method.needs:
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MethodError, match=r"is not installed: pip install 'baoc\[experiments\]'"):
+    with pytest.raises(PackageError, match=r"is not installed: pip install 'baoc\[experiments\]'"):
         build(method)
 
 

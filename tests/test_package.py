@@ -41,6 +41,7 @@ ROOMS = [
     "estimate",
     "report",
     "cli",
+    "__main__",
 ]
 
 

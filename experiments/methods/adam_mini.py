@@ -10,9 +10,10 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from experiments.methods.base import Method, Settings, package
+from experiments.methods.base import Method, Settings
 from experiments.methods.chained import chained
 from experiments.methods.roles import Part, parts
+from experiments.packages import need
 
 # The package tells kinds apart by words in names. Giving it these instead of the model's own names makes it treat each
 # parameter by its role in any model.
@@ -27,7 +28,7 @@ def word(part: Part) -> str:
 
 
 def adam_mini(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
-    optimizer = package("adam_mini").Adam_mini
+    optimizer = need("adam_mini", "adam-mini").Adam_mini
     by_head: dict[int, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for index, part in enumerate(parts(model)):
         head_numel = (part.head_rows or 0) * part.param.shape[-1] if part.head_rows else 0

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import baoc
-from experiments.methods.base import Method, Settings, package
+from experiments.methods.base import Method, Settings
+from experiments.packages import need
 
 
 def adamw32(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
@@ -29,14 +30,14 @@ def adamw8(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optim
 
 
 def adamw8_torchao(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = package("torchao.optim").AdamW8bit(
+    optimizer: torch.optim.Optimizer = need("torchao.optim", "adamw8-torchao").AdamW8bit(
         model.parameters(), lr=lr, betas=settings.betas, weight_decay=settings.weight_decay
     )
     return optimizer
 
 
 def adamw8_bitsandbytes(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = package("bitsandbytes").optim.AdamW8bit(
+    optimizer: torch.optim.Optimizer = need("bitsandbytes", "adamw8-bitsandbytes").optim.AdamW8bit(
         model.parameters(), lr=lr, betas=settings.betas, weight_decay=settings.weight_decay
     )
     return optimizer

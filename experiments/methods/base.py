@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
+
+from experiments.packages import installed
 
 GRID = 3
 """How many learning rates each method may try: the same for all, or the best-tuned method would win."""
@@ -56,19 +55,4 @@ class Method:
     @property
     def missing(self) -> tuple[str, ...]:
         """Packages it needs that are not installed."""
-        return tuple(package for package in self.needs if importlib.util.find_spec(package) is None)
-
-
-def package(name: str) -> Any:
-    """Import a package of the extra ``experiments``, or say how to get it.
-
-    >>> package("json").__name__
-    'json'
-    """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = (error.name or name).partition(".")[0]  # the package, or one that it needs itself
-        raise MethodError(
-            f"this method needs {missing}, which is not installed: pip install 'baoc[experiments]'"
-        ) from None
+        return tuple(package for package in self.needs if not installed(package))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from baoc.spec import Shape
-from experiments.methods.base import Method, Settings, package
+from experiments.methods.base import Method, Settings
 from experiments.methods.roles import parts
+from experiments.packages import need
 
 Hook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
@@ -30,7 +31,7 @@ def rank(shape: Shape) -> int:
 
 def adamw8(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
     # The package's own 8-bit class calls torch.cuda.synchronize. This is what it does, around the same bitsandbytes.
-    optimizer = package("bitsandbytes").optim.AdamW8bit(
+    optimizer = need("bitsandbytes", "galore-adamw8").optim.AdamW8bit(
         _groups(model, settings), lr=lr, betas=settings.betas, weight_decay=settings.weight_decay
     )
     before, after = projecting_hooks()
@@ -41,7 +42,7 @@ def adamw8(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optim
 
 def adamw32(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
     return _trimmed(
-        package("galore_torch").GaLoreAdamW(
+        need("galore_torch", "galore-adamw32").GaLoreAdamW(
             _groups(model, settings),
             lr=lr,
             betas=settings.betas,
@@ -53,7 +54,7 @@ def adamw32(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Opti
 
 def adafactor(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
     return _trimmed(
-        package("galore_torch").GaLoreAdafactor(
+        need("galore_torch", "galore-adafactor").GaLoreAdafactor(
             _groups(model, settings),
             lr=lr,
             weight_decay=settings.weight_decay,
@@ -78,6 +79,7 @@ def _groups(model: nn.Module, settings: Settings) -> list[dict[str, Any]]:
 
 def projecting_hooks() -> tuple[Hook, Hook]:
     """What makes any optimizer GaLore: before a step gradients go to their subspace, after it updates come back."""
+    projectors = need("galore_torch.galore_projector", "GaLore")
     away: list[tuple[nn.Parameter, Tensor, Tensor, Any, dict[str, Any]]] = []
 
     @torch.no_grad()
@@ -85,7 +87,7 @@ def projecting_hooks() -> tuple[Hook, Hook]:
         for group in (group for group in optimizer.param_groups if "rank" in group):
             for param in (param for param in group["params"] if param.grad is not None):
                 state = optimizer.state[param]
-                projector = state.pop("projector", None) or package("galore_torch.galore_projector").GaLoreProjector(
+                projector = state.pop("projector", None) or projectors.GaLoreProjector(
                     group["rank"], update_proj_gap=group["update_proj_gap"], scale=group["scale"]
                 )
                 away.append((param, param.data, param.grad, projector, group))

@@ -8,14 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from experiments.methods.base import Method, Settings, package
+from experiments.methods.base import Method, Settings
+from experiments.packages import need
 
 
 def spam(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
     # Every method should see the same data, and this one draws random masks: now, and whenever it forgets.
     with torch.random.fork_rng(devices=[]):
         # Interval 500, warm-up after it 150 and threshold 5000 are the authors'; the package's warm-up is 50.
-        optimizer: torch.optim.Optimizer = package("pytorch_optimizer").SPAM(
+        optimizer: torch.optim.Optimizer = need("pytorch_optimizer", "spam").SPAM(
             model.parameters(),
             lr=lr,
             betas=settings.betas,

@@ -10,16 +10,19 @@ Point = tuple[float, float, str]
 _AROUND = [(8, 4), (8, -4), (-8, 4), (-8, -4), (0, 10), (0, -10), (14, 22), (14, -22), (-14, 22), (-14, -22)]  # points
 
 
-def place_labels(axes: Any, points: Sequence[Point]) -> None:
+def place_labels(axes: Any, points: Sequence[Point], size: float = 7, avoid: Sequence[Any] = ()) -> None:
     """Write each ``(x, y, text)`` at the first place around its point that is free; if none is, at the first.
+
+    ``avoid`` has artists, such as error bars, that no text may cover.
 
     The figure has been drawn, so that it is known where everything is.
     """
     renderer = axes.figure.canvas.get_renderer()
     taken = [_around_point(*axes.transData.transform((x, y))) for x, y, _ in points]
+    taken += [artist.get_window_extent(renderer) for artist in avoid]
     frame = axes.get_window_extent(renderer)
     for x, y, text in points:
-        places = [_annotation(axes, x, y, text, offset) for offset in _AROUND]
+        places = [_annotation(axes, x, y, text, offset, size) for offset in _AROUND]
         boxes = [place.get_window_extent(renderer) for place in places]
         free = [
             index
@@ -34,14 +37,14 @@ def place_labels(axes: Any, points: Sequence[Point]) -> None:
         taken.append(boxes[chosen])
 
 
-def _annotation(axes: Any, x: float, y: float, text: str, offset: tuple[int, int]) -> Any:
+def _annotation(axes: Any, x: float, y: float, text: str, offset: tuple[int, int], size: float) -> Any:
     right, up = offset
     annotation = axes.annotate(
         text,
         (x, y),
         xytext=offset,
         textcoords="offset points",
-        fontsize=7,
+        fontsize=size,
         linespacing=0.9,
         ha="left" if right > 0 else "right" if right < 0 else "center",
         va="bottom" if up > 0 else "top",

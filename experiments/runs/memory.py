@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+from contextlib import suppress
 
 import torch
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"  # proc(5): sets VmHWM back to what is resident now
+from experiments import process
 
 
 def start(device: torch.device) -> None:
     """Forget the peaks of earlier runs."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif _CLEAR.exists():
-        try:
-            _CLEAR.write_text(_RESET_PEAK)
-        except OSError:  # some containers forbid it; the peak is then that of all runs so far
-            return
+        return
+    with suppress(OSError):  # some containers forbid it; the peak is then that of all runs so far
+        process.forget_peak()
 
 
 def peak(device: torch.device) -> int | None:
     """Bytes, if this machine can tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    found = re.search(r"^VmHWM:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE) if _STATUS.exists() else None
-    return int(found[1]) * 1024 if found else None
+    try:
+        return process.peak_bytes()
+    except OSError:
+        return None
 
 
 def kind(device: torch.device) -> str | None:
     """What :func:`peak` counts."""
     if device.type == "cuda":
         return "torch.cuda.max_memory_allocated"
-    return "VmHWM of the process" if _STATUS.exists() else None
+    return None if peak(device) is None else "VmHWM of the process"

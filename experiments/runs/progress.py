@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
+from baoc.report.progress import MovingLine
 from experiments.runs.cell import Cell
 from experiments.runs.series import Series
-
-_BAR = 30
-_LINES = 4  # per run, where nothing moves
 
 
 class Board:
     """Knows what is left, and from the runs so far how long a step of each workload takes."""
 
     def __init__(self, series: Iterable[Series], stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._clock = stream, clock
-        self._moving, self._width = stream.isatty(), 0
+        self._line, self._clock = MovingLine(stream, "  "), clock
         self._left: Counter[str] = Counter()  # steps, by workload
         self.total = 0
         for one in series:
@@ -37,17 +33,12 @@ class Board:
         self.note(f"cell {self.position} of {self.total}{self._estimate()}: {name}")
 
     def step(self, step: int, steps: int, loss: float) -> None:
-        text = f"{step}/{steps}, loss {loss:.4g}" if math.isfinite(loss) else f"{step}/{steps}, loss not finite"
-        if self._moving:
-            done = _BAR * step // steps
-            self._move(f"  [{'#' * done}{'.' * (_BAR - done)}] {text}")
-        elif step * _LINES // steps > (step - 1) * _LINES // steps:
-            self.note(f"  step {text}")
+        self._line.step(step, steps, loss)
 
     def end(self, cell: Cell) -> None:
         self._paces[cell.workload].append((self._clock() - self._started) / cell.steps)
         self._left[cell.workload] -= cell.steps
-        self._leave()
+        self._line.leave()
 
     def skip(self, workload: str, steps: int, runs: int = 1) -> None:
         """These need not be trained: they are finished, or cannot be."""
@@ -55,8 +46,7 @@ class Board:
         self._left[workload] -= runs * steps
 
     def note(self, text: str) -> None:
-        self._leave()
-        print(text, file=self._stream, flush=True)
+        self._line.note(text)
 
     def _estimate(self) -> str:
         known = [pace for paces in self._paces.values() for pace in paces]
@@ -65,15 +55,6 @@ class Board:
         paces = {name: self._paces.get(name) or known for name in self._left}
         seconds = sum(steps * sum(paces[name]) / len(paces[name]) for name, steps in self._left.items())
         return f", about {duration(seconds)} left"
-
-    def _move(self, line: str) -> None:
-        print(f"\r{line.ljust(self._width)}", end="", file=self._stream, flush=True)
-        self._width = len(line)
-
-    def _leave(self) -> None:
-        if self._width:  # leave the moving line behind
-            print(file=self._stream)
-            self._width = 0
 
 
 def duration(seconds: float) -> str:

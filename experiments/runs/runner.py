@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from experiments import methods
+from experiments.packages import not_installed
 from experiments.runs import report
 from experiments.runs.catalog import EXPERIMENTS, Experiment
 from experiments.runs.cell import Cell, Row, RunError, RunOptions
@@ -101,7 +102,7 @@ def _usable_methods(request: Request, stream: TextIO) -> Sequence[str]:
         if not missing:
             usable.append(name)
             continue
-        reason = f"{name} needs {', '.join(missing)}, which is not installed: pip install 'baoc[experiments]'"
+        reason = not_installed(name, *missing)
         if request.methods:
             raise RunError(reason)
         print(f"left out: {reason}", file=stream)

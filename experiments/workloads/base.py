@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 from torch import Tensor, nn
@@ -114,21 +112,3 @@ class Workload(ABC):
     @abstractmethod
     def evaluate(self, model: nn.Module, split: HeldOut, max_batches: int | None = None) -> dict[str, float]:
         """``loss`` and the metric on held-out data; always the same data in the same order."""
-
-
-def need(package: str, purpose: str) -> ModuleType:
-    """Import a package of the extra ``experiments``, or say how to get it.
-
-    >>> need("json", "reading").__name__
-    'json'
-    >>> need("no_such_package", "the digits dataset")
-    Traceback (most recent call last):
-    experiments.workloads.base.WorkloadError: the digits dataset needs no_such_package, which is not installed: pip install 'baoc[experiments]'
-    """  # noqa: E501
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package.partition(".")[0]:
-            raise
-        text = f"{purpose} needs {error.name}, which is not installed: pip install 'baoc[experiments]'"
-        raise WorkloadError(text) from None

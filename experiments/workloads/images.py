@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments.workloads.base import Options, Split, WorkloadError, need
+from experiments.packages import need
+from experiments.workloads.base import Options, Split, WorkloadError
 from experiments.workloads.sources import folder_of, from_hub, missing, split_of
 
 CLASSES = 10  # of both datasets

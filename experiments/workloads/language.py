@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baoc.models.resolve import explained
+from experiments.packages import need
 from experiments.workloads import text, tokens
-from experiments.workloads.base import PERPLEXITY, Batch, Options, Split, WorkloadError, need
+from experiments.workloads.base import PERPLEXITY, Batch, Options, Split, WorkloadError
 from experiments.workloads.family import FamilyWorkload, Size
 
 IGNORED = -100  # the label of what is not learned; cross_entropy's default

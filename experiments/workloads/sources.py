@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from experiments.workloads.base import Options, Split, WorkloadError, need
+from experiments.packages import installed, need
+from experiments.workloads.base import Options, Split, WorkloadError
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ def presence(dataset: str, options: Options) -> str:
     'missing'
     """
     if package := BUILT_IN.get(dataset):
-        return "built in" if _installed(package) else f"needs {package}"
+        return "built in" if installed(package) else f"needs {package}"
     if options.data_folder is None:
-        return "from the hub" if _installed("datasets") else "missing"
+        return "from the hub" if installed("datasets") else "missing"
     return "found" if (options.data_folder / dataset).is_dir() else "missing"
 
 
@@ -55,7 +55,7 @@ def folder_of(dataset: str, options: Options) -> Path | None:
 
 def from_hub(dataset: str) -> dict[str, Any]:
     """The dataset's own splits from the hub, as ``datasets`` gives them."""
-    if not _installed("datasets"):
+    if not installed("datasets"):
         raise missing(dataset, "no data folder was given, and the package datasets (for the hub) is not installed")
     datasets, hub = need("datasets", f"{dataset} from the hub"), SOURCES[dataset].hub
     try:
@@ -86,7 +86,3 @@ def split_of(content: bytes, *, one_in: int, has_test: bool) -> Split:
     if slot == 0:
         return "validation"
     return "test" if slot == 1 and not has_test else "train"
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from baoc.models import MODELS
-from experiments.workloads.base import Batch, need
+from experiments.packages import need
+from experiments.workloads.base import Batch
 from experiments.workloads.language import IGNORED, LanguageSize, LanguageWorkload
 from experiments.workloads.tokens import TRAINED_SIZE
 

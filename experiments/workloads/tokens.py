@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from baoc.models.resolve import explained
-from experiments.workloads.base import WorkloadError, need
+from experiments.packages import need
+from experiments.workloads.base import WorkloadError
 
 TRAINED_SIZE = 1024  # few, so that little of a small model is embeddings
 PAD, END = "<pad>", "<end>"

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from baoc.models import MODELS
 from baoc.models.resolve import explained
+from experiments.packages import need
 from experiments.workloads import images
-from experiments.workloads.base import LOSS, Batch, Options, Split, need
+from experiments.workloads.base import LOSS, Batch, Options, Split
 from experiments.workloads.dataset import generator
 from experiments.workloads.family import FamilyWorkload, Size
 

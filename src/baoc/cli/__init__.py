@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from baoc._version import __version__
 from baoc.cli import diff, estimate, experiment, explain, frontier, plan, statemem, workloads
-from baoc.cli.common import UsageError
+from baoc.cli.common import Parser, UsageError
 from baoc.configuration import ConfigurationError
 from baoc.estimate import EstimateError
 from baoc.models.packages import ModelError
@@ -35,13 +33,6 @@ USER_ERRORS = (
 """What is the user's to mend: one line and exit code 2. Anything else is our bug, and shows its traceback."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code.
 
@@ -54,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     adamw[m=bf16,v=int8]              31.7 MiB       75.6%            3.036
     0
     """
-    parser = _Parser(prog="baoc", description="Optimizer memory as a budget you set.")
+    parser = Parser(prog="baoc", description="Optimizer memory as a budget you set.")
     parser.add_argument("--version", action="version", version=f"baoc {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     for command in COMMANDS:

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -27,6 +27,13 @@ _FEWEST_BYTES = 1024
 
 class UsageError(ValueError):
     """Options that do not go together or cannot be read."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def add_parser(commands: Commands, name: str, summary: str, description: str, examples: str) -> argparse.ArgumentParser:

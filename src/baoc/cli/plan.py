@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from baoc.models.resolve import resolve
 from baoc.plan import memory_budget
 from baoc.planner import DEFAULT_MEMORY, Planner
 from baoc.profiles import Profile
+from baoc.report.progress import MovingLine
 from baoc.text import human_bytes
 
 SUMMARY = "warm up, then plan which block gets which configuration within a budget"
@@ -39,9 +39,6 @@ examples:
   baoc plan train.py:make_workload --memory 40% -o plan.json --profile-out model.profile
   baoc plan model.profile --memory 25% --forbid 'sgd*' --forbid 'head.*=adafactor*'
   baoc plan train.py:make_workload --memory 1.5GiB --dry-run"""
-
-_REPORT_EVERY = 10
-_BAR = 30
 
 
 def register(commands: common.Commands) -> None:
@@ -147,24 +144,16 @@ def _size(path: str) -> int:
 
 
 class Progress:
-    """The warm-up's progress: one moving line on a terminal, else a line every few steps."""
+    """The warm-up's progress."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._moving, self._width = stream, stream.isatty(), 0
+        self._line = MovingLine(stream, "warm-up: ", lines=5)
 
     def __call__(self, step: int, steps: int, loss: float) -> None:
-        text = f"{step}/{steps}, loss {loss:.4g}" if math.isfinite(loss) else f"{step}/{steps}, loss not finite"
-        if self._moving:
-            done = _BAR * step // steps
-            line = f"warm-up [{'#' * done}{'.' * (_BAR - done)}] {text}"
-            print(f"\r{line.ljust(self._width)}", end="", file=self._stream, flush=True)
-            self._width = len(line)
-        elif step % _REPORT_EVERY == 0 or step == steps:
-            print(f"warm-up: step {text}", file=self._stream, flush=True)
+        self._line.step(step, steps, loss)
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._width:  # leave the moving line behind
-            print(file=self._stream)
+        self._line.leave()

@@ -1,0 +1,8 @@
+"""``python -m baoc`` is ``baoc``."""
+
+import sys
+
+from baoc.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

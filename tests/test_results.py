@@ -1,0 +1,143 @@
+"""What is made of finished runs, tables and figures, and what a person sees of those that are on."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.runs import EXPERIMENTS, Row, Store, report
+from experiments.runs.progress import Board
+from experiments.runs.series import Series
+
+
+def made_up(method: str, seed: int, test: float | None, **changes: Any) -> Row:
+    return {
+        "workload": "w",
+        "method": method,
+        "variant": "",
+        "label": method,
+        "seed": seed,
+        "steps": 10,
+        "lr": 1e-3,
+        "lr_factor": 1.0,
+        "lr_grid": [0.5, 1.0, 2.0],
+        "phase": "final",
+        "error": None,
+        "metric": "perplexity",
+        "higher_is_better": False,
+        "diverged_at": None if test else 4,
+        "plan": None,
+        "state_bytes": 3 * 2**20,
+        "reference_bytes": 6 * 2**20,
+        "largest_state_bytes": 2**22,
+        "peak_bytes": 2**24,
+        "peak_kind": "VmHWM of the process",
+        "seconds": 10.0 + seed,
+        "step_seconds": 0.01,
+        "train_loss": 2.0,
+        "train_metric": 7.0,
+        "validation_metric": test,
+        "test_metric": test,
+        **changes,
+    }
+
+
+def made_up_runs() -> list[Row]:
+    tuned = [
+        made_up("adamw16", 0, score, lr_factor=factor, lr=1e-3 * factor, phase="tune")
+        for factor, score in ((0.5, 9.0), (1.0, 8.0), (2.0, 7.0))
+    ]
+    shares = {0.25: 9.0, 0.5: 7.5, 1.0: 6.0}
+    swept = [made_up(f"{name}@{at}", 0, score) for name in ("baoc", "by-size") for at, score in shares.items()]
+    return [
+        *tuned,
+        made_up("adamw16", 1, 9.0, lr_factor=2.0, lr=2e-3),
+        *swept,
+        made_up("muon", 0, 50.0),
+        made_up("muon", 1, None),
+        {**made_up("by-type@0.1", 0, None, phase="tune", diverged_at=None), "error": "no plan fits"},
+    ]
+
+
+def written(tmp_path: Path, name: str, rows: list[Row]) -> list[Path]:
+    with Store(tmp_path).writing(name) as store:
+        for row in rows:
+            store.add({"key": "", **row})
+    return report.write(Store(tmp_path), EXPERIMENTS[name])
+
+
+def test_tables_have_means_and_spreads(tmp_path: Path) -> None:
+    markdown, table, *_ = written(tmp_path, "sweep", made_up_runs())
+    lines = {line.split("|")[1].strip(): line for line in markdown.read_text().splitlines() if line.startswith("|")}
+    assert "8.0000 ± 1.4142" in lines["adamw16"]  # of 7 and 9: at the chosen learning rate, both seeds
+    assert "10.500 ± 0.707" in lines["adamw16"] and "3.0000 ± 0.0000" in lines["adamw16"]
+    assert "| 0.002† | 2 |" in lines["adamw16"]
+    assert "**6.0000**" in lines["baoc@1.0"] and "**" not in lines["adamw16"]
+    assert "| 1 of 2‡ |" in lines["muon"]
+    assert "by-type@0.1 (does not fit)" in lines
+    assert "Test perplexity" in lines["Method"]
+    rows = {row["method"]: row for row in csv.DictReader(table.open())}
+    assert float(rows["adamw16"]["test_mean"]) == 8.0 and rows["adamw16"]["lr_at_edge"] == "True"
+    assert float(rows["adamw16"]["test_std"]) == pytest.approx(2**0.5)
+    assert rows["muon"]["diverged"] == "1" and rows["by-type@0.1"]["error"] == "no plan fits"
+
+
+def test_accuracy_is_in_percent_and_the_highest_is_best(tmp_path: Path) -> None:
+    scores = {"a": 0.5, "b": 0.6}
+    rows = [made_up(name, 0, at, metric="accuracy", higher_is_better=True) for name, at in scores.items()]
+    text = written(tmp_path, "fixed-budget", rows)[0].read_text()
+    assert "Test accuracy (%)" in text and "**60.000**" in text and "50.000" in text
+
+
+def test_variants_are_compared_with_the_default(tmp_path: Path) -> None:
+    rows = [
+        made_up("baoc@0.5", 0, 7.0, plan={"blocks": {"all": "adamw-8"}, "shares": {"adamw-8": 1.0}}),
+        made_up("baoc@0.5", 0, 7.5, variant="no SGD", label="no SGD", plan={"blocks": {}, "shares": {"adamw-16": 1.0}}),
+    ]
+    text = written(tmp_path, "diagnostics", rows)[0].read_text()
+    assert "| 100.00 |" in text and "Peak is VmHWM of the process." in text
+
+
+@pytest.mark.parametrize("name", ["fixed-budget", "sweep"])
+def test_figures_are_drawn(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    *_, figure = written(tmp_path, name, made_up_runs())
+    assert figure.name == f"{EXPERIMENTS[name].figure}.png"
+    assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 10_000
+
+
+# ---- progress ----
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_says_what_is_left() -> None:
+    series = Series("w", "muon", 100, (1.0,), (0, 1, 2))
+    stream, now = Terminal(), [0.0]
+    board = Board([series], stream, clock=lambda: now[0])
+    cell, other, _ = series.finals(1.0)[0]
+    board.begin(cell, "Muon")
+    board.step(50, 100, 2.5)
+    now[0] = 60.0
+    board.end(cell)
+    board.begin(other, "Muon")
+    first, bar, last, _ = stream.getvalue().split("\n")
+    assert first == "cell 1 of 3: w, Muon, seed 0, lr x1"
+    assert "[###############...............] 50/100, loss 2.5" in bar
+    assert last == "cell 2 of 3, about 2 min left: w, Muon, seed 1, lr x1"
+
+
+def test_progress_is_plain_lines_elsewhere() -> None:
+    stream = io.StringIO()
+    board = Board([], stream)
+    for step in range(1, 101):
+        board.step(step, 100, float("nan") if step == 100 else 1.0)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 4 and lines[-1] == "  step 100/100, loss not finite"

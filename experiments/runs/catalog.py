@@ -39,7 +39,7 @@ _ALL = (
         "Fixed-budget allocation",
         (*LANGUAGE, "llama-small/embedded", *VISION, *DIFFUSION),
         tuple(name for name in methods.names() if name not in PEERS),
-        columns=("state", "loss", "time", "train", "test"),
+        columns=("state", "share", "loss", "time", "train", "test", "against"),
         figure="trade-off",
     ),
     Experiment(
@@ -48,9 +48,9 @@ _ALL = (
         (*VISION, *DIFFUSION, LANGUAGE[0]),
         (
             *(f"{family}@{share:g}" for family in ("baoc", "baoc-paper", "by-type", "by-size") for share in BUDGETS),
-            *("adamw16", "adamw8", "adafactor"),
+            *("adamw32", "adamw16", "adamw8", "adafactor"),
         ),
-        columns=("state", "share", "loss", "train", "test", "time"),
+        columns=("state", "share", "loss", "train", "test", "against", "time"),
         figure="sweep",
     ),
     Experiment(
@@ -58,7 +58,7 @@ _ALL = (
         "Longer schedule, with hybrid optimizers",
         LANGUAGE,
         ("muon", "cosmos", "spam", "adam-mini", "adamw16", "adamw32", "baoc@0.5"),
-        columns=("test", "time", "state"),
+        columns=("test", "against", "time", "state"),
         longer=4,
         figure="trade-off",
     ),

@@ -60,24 +60,30 @@ def draw(kind: str, results: Results, path: Path) -> None:
 
 def _trade_off(axes: Any, lines: Sequence[Line]) -> list[Point]:
     """State against the test score, with each method's training time at its name."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     low, high = _limits(lines)
     points = []
     for line in lines:
         state, test = _of("state", line), _test(line)
         assert state is not None and test is not None  # lines without are not shown
         inside = min(max(test.mean, low), high)
-        is_ours = line["method"].startswith("baoc")
+        family = line["method"].partition("@")[0]
+        is_ours = family.startswith("baoc")
         axes.errorbar(
             [state.mean],
             [inside],
             yerr=[[min(test.std or 0.0, inside - low)], [min(test.std or 0.0, high - inside)]],
             marker="*" if is_ours else "o",
             markersize=12 if is_ours else 6,
-            color="tab:orange" if is_ours else "tab:blue",
+            color=FAMILIES[family][1] if family in FAMILIES else "gray",
             capsize=2,
         )
         points.append((state.mean, inside, _label(line, test.mean if inside != test.mean else None)))
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("optimizer state (MB)")
     axes.margins(x=0.15)
     axes.set_ylim(low, high)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from experiments.runs.cell import Row
 from experiments.runs.tuning import choose
+
+REFERENCE = "adamw32"
+"""What everything is compared with, seed by seed."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class Line:
     """All learning rates have been tried."""
     baseline: Line | None = field(default=None, repr=False)
     """The same method without the variant."""
+    reference: Line | None = field(default=None, repr=False)
+    """AdamW32 on the same workload."""
 
     def __getitem__(self, name: str) -> Any:
         """What all seeds share: ``workload``, ``method``, ``variant``, ``label``, ``metric``, ``lr`` ..."""
@@ -65,6 +70,21 @@ class Line:
         return Spread.of([number for row in self.trained if (number := take(row)) is not None])
 
     @property
+    def against_reference(self) -> Spread | None:
+        """The test score against AdamW32's of the same seed: in points for accuracies, else in percent.
+
+        Runs of one seed begin with the same weights and see the same batches, so these differences spread less than
+        the scores do.
+        """
+        if self.reference is None or self["method"] == REFERENCE:
+            return None
+        theirs = {row["seed"]: row["test_metric"] for row in self.reference.trained}
+        pairs = [(row["test_metric"], theirs[row["seed"]]) for row in self.trained if row["seed"] in theirs]
+        if self["metric"] == "accuracy":
+            return Spread.of([100 * (score - other) for score, other in pairs])
+        return Spread.of([100 * (score / other - 1) for score, other in pairs])
+
+    @property
     def moved(self) -> Spread | None:
         """The percentage of parameters that must change their configuration to get from the baseline's plan to this."""
         if self.baseline is None:
@@ -82,6 +102,9 @@ def summarise(rows: Iterable[Row]) -> dict[str, list[Line]]:
     found: dict[str, list[Line]] = {}
     for (workload, _), mine in by_method.items():
         found.setdefault(workload, []).extend(_lines(mine))
+    for workload, lines in found.items():
+        reference = next((line for line in lines if line["method"] == REFERENCE), None)
+        found[workload] = [replace(line, reference=reference) for line in lines]
     return found
 
 

@@ -25,6 +25,7 @@ class Column:
 
     title: str
     spread: Callable[[Line], Spread | None]
+    is_difference: bool = False
 
 
 def _seeds(value: Callable[[Row], float | None]) -> Callable[[Line], Spread | None]:
@@ -65,13 +66,20 @@ COLUMNS: dict[str, Column] = {
     "train": Column("Train {metric}", _score("train")),
     "validation": Column("Validation {metric}", _score("validation")),
     "test": Column("Test {metric}", _score("test")),
+    "against": Column("against AdamW32 ({unit})", lambda line: line.against_reference, is_difference=True),
     "moved": Column("Plan differs (%)", lambda line: line.moved),
 }
 
 
+_ABOUT = (
+    "Mean ± standard deviation over n seeds. MB is 2^20 bytes. Time is of the training. "
+    "Against AdamW32: the difference of test scores seed by seed, which see the same batches."
+)
+
+
 def markdown(title: str, columns: Sequence[str], results: Mapping[str, Sequence[Line]]) -> str:
     """A table for each workload: one line per method, mean ± standard deviation, the best test score in bold."""
-    parts = [f"# {title}", "", "Mean ± standard deviation over n seeds. MB is 2^20 bytes. Time is of the training."]
+    parts = [f"# {title}", "", _ABOUT]
     for workload, lines in results.items():
         parts += ["", f"## {workload}", "", *_table(columns, lines)]
     text = "\n".join(parts)
@@ -86,13 +94,14 @@ def markdown(title: str, columns: Sequence[str], results: Mapping[str, Sequence[
 
 def _table(names: Sequence[str], lines: Sequence[Line]) -> list[str]:
     metric = metric_title(lines[0])
-    titles = [COLUMNS[name].title.format(metric=metric) for name in names]
+    unit = "points" if lines[0]["metric"] == "accuracy" else "%"
+    titles = [COLUMNS[name].title.format(metric=metric, unit=unit) for name in names]
     header = ["Method", *titles, "lr", "n"]
     align = ["---", *["---:"] * (len(header) - 1)]
     best = _best_line(lines)
     rows = []
     for line in lines:
-        cells = [_text(COLUMNS[name].spread(line), bold=name == "test" and line is best) for name in names]
+        cells = [_cell(COLUMNS[name], line, bold=name == "test" and line is best) for name in names]
         rows.append([_name(line), *cells, _lr(line), _count(line)])
     return [f"| {' | '.join(row)} |" for row in (header, align, *rows)]
 
@@ -119,6 +128,22 @@ def _lr(line: Line) -> str:
 
 def _count(line: Line) -> str:
     return f"{len(line.trained)} of {len(line.rows)}{DIVERGED}" if line.diverged else str(len(line.trained))
+
+
+def _cell(column: Column, line: Line, *, bold: bool) -> str:
+    spread = column.spread(line)
+    return _signed(spread) if column.is_difference else _text(spread, bold=bold)
+
+
+def _signed(spread: Spread | None) -> str:
+    """As differences are written.
+
+    >>> _signed(Spread(-0.4512, 0.1)), _signed(Spread(2.0, None))
+    ('-0.45 ± 0.10', '+2.00')
+    """
+    if spread is None:
+        return "-"
+    return f"{spread.mean:+.2f}" + ("" if spread.std is None else f" ± {spread.std:.2f}")
 
 
 def _text(spread: Spread | None, *, bold: bool = False) -> str:

@@ -13,13 +13,14 @@ from baoc.estimate import trainable_shapes
 from experiments.corpus import Corpus
 from experiments.tiny_gpt import MakeOptimizer, Size, TinyGPT, test_loss, train
 
-LR, DECAY = 1e-3, 0.1
+LR, DECAY = 2e-3, 0.1
+WARMUP = 20  # steps: BAOC plans while the lr is still rising, as in a long run
 
 METHODS: dict[str, MakeOptimizer] = {
     "AdamW32": lambda model: torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY),
     "AdamW8": lambda model: baoc.BlockOptimizer(model, lr=LR, weight_decay=DECAY, plan="adamw-8"),
-    "BAOC memory=0.5": lambda model: baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=0.5),
-    "BAOC memory=0.25": lambda model: baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=0.25),
+    "BAOC memory=0.5": lambda model: baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=0.5, warmup=WARMUP),
+    "BAOC memory=0.25": lambda model: baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=0.25, warmup=WARMUP),
 }
 
 OnStep = Callable[[int, float, int], None]

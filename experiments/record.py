@@ -8,14 +8,16 @@ For a model that hardly fits, ``--bf16-weights`` halves weights and gradients, a
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from argparse import RawDescriptionHelpFormatter
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import baoc
+from baoc.cli.common import Parser, at_least, budget
 from baoc.models import ModelError
 from baoc.plan import PlanError
 from baoc.text import human_bytes, human_count
@@ -23,7 +25,7 @@ from experiments.workloads import Options, Workload, get
 
 
 def record(
-    workload: Workload, *, steps: int, memory: float | str = 0.5, bf16_weights: bool = False, seed: int = 0
+    workload: Workload, *, steps: int, memory: float | int | str = 0.5, bf16_weights: bool = False, seed: int = 0
 ) -> baoc.BAOC:
     """Train through the warm-up; the optimizer that has planned, with what it saw in ``.profile``."""
     torch.manual_seed(seed)
@@ -33,7 +35,8 @@ def record(
     optimizer = baoc.BAOC(model, lr=workload.lr, memory=memory, warmup=steps, seed=seed)
     for step, batch in zip(range(1, steps + 1), workload.train_batches(seed=seed)):
         started = time.perf_counter()
-        loss = workload.loss(model, batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16_weights):  # for inputs that are fp32
+            loss = workload.loss(model, batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -46,28 +49,31 @@ def record(
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    count = partial(at_least, 1)
+    parser = Parser(
+        prog="python -m experiments.record", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
     parser.add_argument("workload", help="one of `baoc workloads`, or a Python file with your own")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--memory", default="0.5", help="of the warm-up: a share, or a size (default: %(default)s)")
+    parser.add_argument("--steps", type=count, default=20, help="(default: %(default)s)")
+    parser.add_argument(
+        "--memory", type=budget, default=0.5, help="of the warm-up: a share, or a size (default: %(default)s)"
+    )
     parser.add_argument("--bf16-weights", action="store_true", help="keep weights and gradients in bfloat16")
     parser.add_argument("--data", help="folder with alpaca/, gsm8k/, cifar10/ (default: $BAOC_DATA, or else the hub)")
     parser.add_argument("--pretrained", help="local path or hub id of weights to start from")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--length", type=int, help="tokens in a sequence")
+    parser.add_argument("--batch-size", type=count)
+    parser.add_argument("--length", type=count, help="tokens in a sequence")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, required=True, help="where the profile goes")
     args = parser.parse_args(argv)
-    if args.steps < 1:
-        parser.error("--steps must be at least 1.")
     if not args.output.parent.is_dir():
         parser.error(f"there is no folder {str(args.output.parent)!r}.")
     try:
         options = Options(**{name: getattr(args, name) for name in _OPTIONS})
         workload = get(args.workload, options)
         optimizer = record(
-            workload, steps=args.steps, memory=_budget(args.memory), bf16_weights=args.bf16_weights, seed=args.seed
+            workload, steps=args.steps, memory=args.memory, bf16_weights=args.bf16_weights, seed=args.seed
         )
     except (ModelError, PlanError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
@@ -80,18 +86,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 _OPTIONS = ("data", "pretrained", "checkpointing", "batch_size", "length")
-
-
-def _budget(text: str) -> float | str:
-    """A share, if it is a number.
-
-    >>> _budget("0.5"), _budget("2GiB")
-    (0.5, '2GiB')
-    """
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import baoc
 import experiments.runs
 from baoc.cli import checkout, experiment, main, quiet
-from experiments import methods, packages, workloads
+from experiments import methods, packages, record, workloads
 from experiments.runs import EXPERIMENTS, Request, RunError, RunOptions, StoreError, run, tables, train_cell, variants
 from tests.tiny_workload import cell_for
 
@@ -130,3 +131,30 @@ def test_docstring_examples() -> None:
     for found in pkgutil.iter_modules(experiments.runs.__path__):
         module = importlib.import_module(f"experiments.runs.{found.name}")
         assert doctest.testmod(module).failed == 0
+
+
+def test_a_profile_is_recorded_and_planned_from(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tiny.profile"
+    record.main([tiny, "--steps", "3", "--memory", "0.8", "--bf16-weights", "--output", str(path)])
+    captured = capsys.readouterr()
+    assert captured.err.count("of state") == 3 and f"saved {path}" in captured.out
+    assert baoc.Profile.load(path).steps == 3
+    assert main(["plan", str(path), "--memory", "60%"]) == 0
+    assert "of AdamW16's" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (["--steps", "0"], "at least 1"),
+        (["--memory", "0.0001"], "no plan fits"),
+        (["--output", "nowhere/x.profile"], "no folder"),
+        (["--batch-size", "0"], "at least 1"),
+    ],
+)
+def test_a_recording_that_cannot_be_made_is_refused(
+    changed: list[str], words: str, tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        record.main([tiny, "--steps", "3", "--output", str(tmp_path / "x.profile"), *changed])
+    assert stop.value.code == 2 and words in capsys.readouterr().err

@@ -93,6 +93,38 @@ def test_accuracy_is_in_percent_and_the_highest_is_best(tmp_path: Path) -> None:
     assert "Test accuracy (%)" in text and "**60.000**" in text and "50.000" in text
 
 
+def test_methods_are_compared_with_adamw32_seed_by_seed(tmp_path: Path) -> None:
+    scores = {("adamw32", 0): 10.0, ("adamw32", 1): 20.0, ("muon", 0): 9.0, ("muon", 1): 19.0, ("muon", 2): 1.0}
+    rows = [made_up(name, seed, score) for (name, seed), score in scores.items()]
+    text = written(tmp_path, "fixed-budget", rows)[0].read_text()
+    assert "against AdamW32 (%)" in text
+    assert "| -7.50 ± 3.54 |" in text  # of -10% and -5%; seed 2 has no partner
+
+
+def test_accuracies_are_compared_in_points(tmp_path: Path) -> None:
+    scores = {"adamw32": 0.5, "muon": 0.6}
+    rows = [made_up(name, 0, at, metric="accuracy", higher_is_better=True) for name, at in scores.items()]
+    text = written(tmp_path, "fixed-budget", rows)[0].read_text()
+    assert "against AdamW32 (points)" in text and "| +10.00 |" in text
+
+
+def test_choices_are_written_down(tmp_path: Path) -> None:
+    def planned(seed: int, last: str, share: float) -> Row:
+        blocks = {"h.0": "adamw[m=int8,v=int8]", "head": last}
+        shares = {"adamw[m=int8,v=int8]": 1 - share, last: share}
+        return made_up("baoc@0.5", seed, 7.0, plan={"blocks": blocks, "shares": shares})
+
+    files = written(
+        tmp_path, "fixed-budget", [made_up("adamw32", 0, 7.0), planned(0, "sgd", 0.5), planned(1, "sgdw", 0.1)]
+    )
+    (choices,) = [file.read_text() for file in files if file.name == "choices.md"]
+    assert "| Method | adamw-8 | sgd | sgdw |" in choices and "| baoc@0.5 | 70.0 | 25.0 | 5.0 |" in choices
+    assert "| 0, 1 | `h.0` | adamw-8 |" in choices and "| 0, 1 | `head` | sgd or sgdw |" in choices
+    assert not any(
+        "choices" in file.name for file in written(tmp_path / "b", "fixed-budget", [made_up("muon", 0, 7.0)])
+    )
+
+
 def test_variants_are_compared_with_the_default(tmp_path: Path) -> None:
     rows = [
         made_up("baoc@0.5", 0, 7.0, plan={"blocks": {"all": "adamw-8"}, "shares": {"adamw-8": 1.0}}),

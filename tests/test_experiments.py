@@ -137,7 +137,7 @@ def test_a_profile_is_recorded_and_planned_from(tiny: str, tmp_path: Path, capsy
     path = tmp_path / "tiny.profile"
     record.main([tiny, "--steps", "3", "--memory", "0.8", "--bf16-weights", "--output", str(path)])
     captured = capsys.readouterr()
-    assert captured.err.count("of state") == 3 and f"saved {path}" in captured.out
+    assert captured.err.count(", state ") == 3 and f"saved {path}" in captured.out
     assert baoc.Profile.load(path).steps == 3
     assert main(["plan", str(path), "--memory", "60%"]) == 0
     assert "of AdamW16's" in capsys.readouterr().out

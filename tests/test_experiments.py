@@ -60,6 +60,8 @@ def test_only_the_restarting_variant_forgets(variant: str, restarts: bool) -> No
 def test_requests_are_checked_before_anything_is_trained(tiny: str, tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"no experiment 'fixed'\. There are fixed-budget, sweep"):
         Request("fixed")
+    with pytest.raises(RunError, match=r"no variant 'gamma 7'\. It has anchors -20%, .*gamma 0\.9"):
+        Request("diagnostics", variants=("gamma 7",))
     with pytest.raises(RunError, match="seeds is 0"):
         Request("sweep", seeds=0)
     with pytest.raises(RunError, match="has no variant"):

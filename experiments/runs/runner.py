@@ -30,6 +30,7 @@ class Request:
     output: Path | None = None
     workloads: tuple[str, ...] = ()
     methods: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
     seeds: int = 3
     steps: int | None = None
     tuning: bool = True
@@ -45,6 +46,10 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RunError(f"{name} is {value}; it must be at least 1.")
+        for variant in self.variants:
+            if variant not in self.what.variants:
+                known = f"It has {', '.join(self.what.variants)}." if self.what.variants else "It has none."
+                raise RunError(f"the experiment {self.experiment!r} has no variant {variant!r}. {known}")
 
     @property
     def what(self) -> Experiment:
@@ -88,7 +93,7 @@ def all_series(request: Request, stream: TextIO) -> list[Series]:
             factors = methods.get(name).lr_factors
             grid = factors if request.tuning else (factors[len(factors) // 2],)
             seeds = tuple(range(TUNING_SEED, TUNING_SEED + request.seeds))
-            found.append(Series(workload_name, name, steps, grid, seeds, request.what.variants))
+            found.append(Series(workload_name, name, steps, grid, seeds, request.variants or request.what.variants))
     return found
 
 
@@ -97,7 +102,7 @@ def _usable_methods(request: Request, stream: TextIO) -> Sequence[str]:
     usable = []
     for name in dict.fromkeys(request.methods or request.what.methods):
         missing = methods.get(name).missing
-        for variant in request.what.variants:
+        for variant in request.variants or request.what.variants:
             method_of(name, variant)
         if not missing:
             usable.append(name)

@@ -34,6 +34,7 @@ EXAMPLES = """\
 examples:
   baoc experiment fixed-budget --workload gpt-small/embedded --seeds 1 --steps 100
   baoc experiment sweep --method baoc@0.3 --method baoc@0.6 --method adamw8
+  baoc experiment diagnostics --variant "paper's risk" --variant "lr as given" --reuse results/fixed-budget
   baoc experiment long --workload gpt2/gsm8k --data ~/data --device cuda --bf16
   baoc experiment fixed-budget --tables-only"""
 
@@ -56,6 +57,13 @@ def register(commands: common.Commands) -> None:
         action="append",
         default=[],
         help="such as adamw16, muon or baoc@0.25, or file.py:function; repeatable (default: the experiment's own)",
+    )
+    parser.add_argument(
+        "--variant",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="of BAOC's settings, such as 'gamma 0.9'; repeatable (default: all that the experiment has)",
     )
     parser.add_argument("--seeds", metavar="N", type=count, default=3, help="how many (default: %(default)s)")
     parser.add_argument("--steps", metavar="N", type=count, help="of each run (default: the workload's own number)")
@@ -109,6 +117,7 @@ def _request(args: argparse.Namespace, runs: ModuleType) -> object:
         reuse=tuple(args.reuse),
         workloads=tuple(args.workload),
         methods=tuple(args.method),
+        variants=tuple(args.variant),
         seeds=args.seeds,
         steps=args.steps,
         tuning=not args.no_tuning,

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import baoc
+from baoc.cli import quiet
 from baoc.cli.common import Parser, at_least, budget
 from baoc.models import ModelError
 from baoc.plan import PlanError
@@ -49,6 +50,7 @@ def record(
 
 
 def main(argv: list[str] | None = None) -> None:
+    quiet.hush()
     count = partial(at_least, 1)
     parser = Parser(
         prog="python -m experiments.record", description=__doc__, formatter_class=RawDescriptionHelpFormatter

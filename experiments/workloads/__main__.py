@@ -13,6 +13,7 @@ import time
 import torch
 from torch import nn
 
+from baoc.cli import quiet
 from baoc.models import ModelError
 from baoc.text import human_count
 from experiments.tiny_gpt import cosine_with_warmup
@@ -40,6 +41,7 @@ def train(workload: Workload, *, steps: int, lr: float, seed: int, device: str) 
 
 
 def main() -> None:
+    quiet.hush()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", nargs="?", help="a name, or a Python file with a workload; left out, list them")
     parser.add_argument("--steps", type=int, help="default: the workload's own number")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from baoc._version import __version__
-from baoc.cli import diff, estimate, experiment, explain, frontier, plan, statemem, workloads
+from baoc.cli import diff, estimate, experiment, explain, frontier, plan, quiet, statemem, workloads
 from baoc.cli.common import Parser, UsageError
 from baoc.configuration import ConfigurationError
 from baoc.estimate import EstimateError
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     adamw[m=bf16,v=int8]              31.7 MiB       75.6%            3.036
     0
     """
+    quiet.hush()
     parser = Parser(prog="baoc", description="Optimizer memory as a budget you set.")
     parser.add_argument("--version", action="version", version=f"baoc {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")

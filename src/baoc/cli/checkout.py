@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 
 import baoc
-from baoc.cli import quiet
 from baoc.cli.common import UsageError
 
 REPOSITORY = Path(baoc.__file__).resolve().parents[2]
@@ -25,7 +24,6 @@ def load(module: str) -> ModuleType:
         if (folder / "experiments" / "runs" / "__init__.py").is_file():
             if str(folder) not in sys.path:
                 sys.path.insert(0, str(folder))
-            quiet.hush()
             return importlib.import_module(f"experiments.{module}")
     raise UsageError(
         "this command needs a clone of baoc's repository, which has the experiments. In the clone: "

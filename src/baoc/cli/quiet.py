@@ -1,4 +1,4 @@
-"""Known complaints of other packages about each other, which mean nothing to whoever runs an experiment."""
+"""Known complaints of other packages about each other, which mean nothing to whoever runs a command."""
 
 from __future__ import annotations
 

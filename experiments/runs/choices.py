@@ -1,4 +1,4 @@
-"""What the planned methods chose: how much of the model got which configuration, and which block got what."""
+"""What the methods with a budget chose: how much of the model got which configuration, and which block got what."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from experiments.runs.summary import Line
 
 
 def markdown(results: Mapping[str, Sequence[Line]]) -> str | None:
-    """Tables of the plans of every workload; None if nothing was planned."""
+    """Tables of the plans of every workload; None if no method had a budget."""
     parts = []
     for workload, lines in results.items():
-        planned = [line for line in lines if _plans(line)]
+        planned = [line for line in lines if "@" in line["method"] and _plans(line)]
         if planned:
             parts += ["", f"## {workload}", "", *_shares_table(planned)]
             for line in planned:

@@ -109,15 +109,17 @@ def _sweep(axes: Any, lines: Sequence[Line]) -> list[Point]:
                 label=label,
             )
     points = []
+    widest = 110 * max([1.0, *map(_budget, budgeted)])  # what holds more is shown at the edge
     for line in (line for line in lines if line not in budgeted):
         share, test = _of("share", line), _test(line)
         assert share is not None and test is not None
         axes.axhline(test.mean, color="gray", linewidth=0.8, linestyle=":")
-        axes.errorbar([share.mean], [test.mean], yerr=[test.std or 0.0], marker="o", color="gray", capsize=2)
-        points.append((share.mean, test.mean, str(line["label"])))
+        place = min(share.mean, widest)
+        axes.errorbar([place], [test.mean], yerr=[test.std or 0.0], marker="o", color="gray", capsize=2)
+        points.append((place, test.mean, f"{line['label']}{f' ({share.mean:.0f}%)' if place < share.mean else ''}"))
     axes.set_xlabel("budget, or state held (% of AdamW16's)")
     axes.set_ylim(*_limits(lines))
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.02 * widest)
     if budgeted:
         axes.legend(fontsize="small")
     return points

@@ -21,12 +21,19 @@ from baoc.cli import quiet
 from baoc.cli.common import Parser, at_least, budget
 from baoc.models import ModelError
 from baoc.plan import PlanError
+from baoc.planner import DEFAULT_MEMORY
 from baoc.text import human_bytes, human_count
-from experiments.workloads import Options, Workload, get
+from experiments.workloads import Workload, get
+from experiments.workloads.arguments import add_options, options_of
 
 
 def record(
-    workload: Workload, *, steps: int, memory: float | int | str = 0.5, bf16_weights: bool = False, seed: int = 0
+    workload: Workload,
+    *,
+    steps: int,
+    memory: float | int | str = DEFAULT_MEMORY,
+    bf16_weights: bool = False,
+    seed: int = 0,
 ) -> baoc.BAOC:
     """Train through the warm-up; the optimizer that has planned, with what it saw in ``.profile``."""
     torch.manual_seed(seed)
@@ -58,22 +65,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("workload", help="one of `baoc workloads`, or a Python file with your own")
     parser.add_argument("--steps", type=count, default=20, help="(default: %(default)s)")
     parser.add_argument(
-        "--memory", type=budget, default=0.5, help="of the warm-up: a share, or a size (default: %(default)s)"
+        "--memory",
+        type=budget,
+        default=DEFAULT_MEMORY,
+        help="of the warm-up, a share or a size (default: %(default)s)",
     )
     parser.add_argument("--bf16-weights", action="store_true", help="keep weights and gradients in bfloat16")
-    parser.add_argument("--data", help="folder with alpaca/, gsm8k/, cifar10/ (default: $BAOC_DATA, or else the hub)")
-    parser.add_argument("--pretrained", help="local path or hub id of weights to start from")
-    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
-    parser.add_argument("--batch-size", type=count)
-    parser.add_argument("--length", type=count, help="tokens in a sequence")
+    add_options(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, required=True, help="where the profile goes")
     args = parser.parse_args(argv)
     if not args.output.parent.is_dir():
         parser.error(f"there is no folder {str(args.output.parent)!r}.")
     try:
-        options = Options(**{name: getattr(args, name) for name in _OPTIONS})
-        workload = get(args.workload, options)
+        workload = get(args.workload, options_of(args))
         optimizer = record(
             workload, steps=args.steps, memory=args.memory, bf16_weights=args.bf16_weights, seed=args.seed
         )
@@ -85,9 +90,6 @@ def main(argv: list[str] | None = None) -> None:
     print(optimizer.plan)
     print(f"{workload.name}: {human_count(parameters)} parameters, {args.steps} steps")
     print(f"saved {args.output} ({human_bytes(args.output.stat().st_size)}): baoc plan {args.output} --memory 25%")
-
-
-_OPTIONS = ("data", "pretrained", "checkpointing", "batch_size", "length")
 
 
 if __name__ == "__main__":

@@ -108,6 +108,19 @@ def test_accuracies_are_compared_in_points(tmp_path: Path) -> None:
     assert "against AdamW32 (points)" in text and "| +10.00 |" in text
 
 
+def test_the_overview_has_workloads_side_by_side(tmp_path: Path) -> None:
+    rows = [
+        *(made_up("adamw32", seed, 8.0) for seed in (0, 1)),
+        *(made_up("muon", seed, 4.0 + 2 * seed) for seed in (0, 1)),
+        made_up("adamw32", 0, 5.0, workload="other"),
+        made_up("spam", 0, None, workload="other"),
+    ]
+    (overview,) = [file for file in written(tmp_path, "fixed-budget", rows) if file.name == "overview.md"]
+    lines = overview.read_text().splitlines()
+    assert "| Method | w | other |" in lines and "| adamw32 | 8, 50% | 5, 50% |" in lines
+    assert "| muon | 5 (-37.5 ± 17.7), 50% |  |" in lines and "| spam |  | diverged |" in lines
+
+
 def test_choices_are_written_down(tmp_path: Path) -> None:
     def planned(seed: int, last: str, share: float) -> Row:
         blocks = {"h.0": "adamw[m=int8,v=int8]", "head": last}

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from baoc import parse
+from experiments.runs import markdown
 from experiments.runs.summary import Line
 
 
-def markdown(results: Mapping[str, Sequence[Line]]) -> str | None:
+def text(results: Mapping[str, Sequence[Line]]) -> str | None:
     """Tables of the plans of every workload; None if no method had a budget."""
     parts = []
     for workload, lines in results.items():
@@ -42,7 +43,7 @@ def _shares_table(lines: Sequence[Line]) -> list[str]:
         [str(line["label"]), *(f"{100 * found[name]:.1f}" if name in found else "" for name in names)]
         for line, found in zip(lines, by_line)
     ]
-    return _table(header, rows)
+    return markdown.table(header, rows)
 
 
 def _blocks_table(line: Line) -> list[str]:
@@ -56,12 +57,8 @@ def _blocks_table(line: Line) -> list[str]:
         for block in blocks:
             chosen = dict.fromkeys(parse(plans[seed]["blocks"][block]).alias for seed in seeds)
             rows.append([", ".join(map(str, seeds)), f"`{block}`", " or ".join(chosen)])
-    return _table(["Seeds", "Block", "Configuration"], rows)
+    return markdown.table(["Seeds", "Block", "Configuration"], rows)
 
 
 def _plans(line: Line) -> dict[int, dict[str, dict[str, object]]]:
     return {row["seed"]: row["plan"] for row in line.trained if row["plan"]}
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]

@@ -56,6 +56,10 @@ class Request:
         return EXPERIMENTS[self.experiment]
 
     @property
+    def chosen_variants(self) -> tuple[str, ...]:
+        return self.variants or self.what.variants
+
+    @property
     def folder(self) -> Path:
         return self.output or Path("results") / self.experiment
 
@@ -93,7 +97,7 @@ def all_series(request: Request, stream: TextIO) -> list[Series]:
             factors = methods.get(name).lr_factors
             grid = factors if request.tuning else (factors[len(factors) // 2],)
             seeds = tuple(range(TUNING_SEED, TUNING_SEED + request.seeds))
-            found.append(Series(workload_name, name, steps, grid, seeds, request.variants or request.what.variants))
+            found.append(Series(workload_name, name, steps, grid, seeds, request.chosen_variants))
     return found
 
 
@@ -102,7 +106,7 @@ def _usable_methods(request: Request, stream: TextIO) -> Sequence[str]:
     usable = []
     for name in dict.fromkeys(request.methods or request.what.methods):
         missing = methods.get(name).missing
-        for variant in request.variants or request.what.variants:
+        for variant in request.chosen_variants:
             method_of(name, variant)
         if not missing:
             usable.append(name)

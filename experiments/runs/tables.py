@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from experiments.runs import markdown
 from experiments.runs.cell import Row
 from experiments.runs.summary import Line, Spread
 
@@ -77,19 +78,19 @@ _ABOUT = (
 )
 
 
-def markdown(title: str, columns: Sequence[str], results: Mapping[str, Sequence[Line]]) -> str:
+def text(title: str, columns: Sequence[str], results: Mapping[str, Sequence[Line]]) -> str:
     """A table for each workload: one line per method, mean ± standard deviation, the best test score in bold."""
     parts = [f"# {title}", "", _ABOUT]
     for workload, lines in results.items():
         parts += ["", f"## {workload}", "", *_table(columns, lines)]
-    text = "\n".join(parts)
-    notes = [f"{mark} {note}." for mark, note in _NOTES.items() if mark in text]
+    body = "\n".join(parts)
+    notes = [f"{mark} {note}." for mark, note in _NOTES.items() if mark in body]
     peaks = dict.fromkeys(
         row["peak_kind"] for lines in results.values() for line in lines for row in line.trained if row["peak_kind"]
     )
     if "peak" in columns and peaks:
         notes.append(f"Peak is {' or '.join(peaks)}.")
-    return "\n".join([text, *(["", *"  \n".join(notes).split("\n")] if notes else []), ""])
+    return "\n".join([body, *(["", *"  \n".join(notes).split("\n")] if notes else []), ""])
 
 
 def _table(names: Sequence[str], lines: Sequence[Line]) -> list[str]:
@@ -97,13 +98,12 @@ def _table(names: Sequence[str], lines: Sequence[Line]) -> list[str]:
     unit = "points" if lines[0]["metric"] == "accuracy" else "%"
     titles = [COLUMNS[name].title.format(metric=metric, unit=unit) for name in names]
     header = ["Method", *titles, "lr", "n"]
-    align = ["---", *["---:"] * (len(header) - 1)]
     best = _best_line(lines)
     rows = []
     for line in lines:
         cells = [_cell(COLUMNS[name], line, bold=name == "test" and line is best) for name in names]
         rows.append([_name(line), *cells, _lr(line), _count(line)])
-    return [f"| {' | '.join(row)} |" for row in (header, align, *rows)]
+    return markdown.table(header, rows, numbers=True)
 
 
 def metric_title(line: Line) -> str:

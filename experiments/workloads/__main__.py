@@ -17,7 +17,8 @@ from baoc.cli import quiet
 from baoc.models import ModelError
 from baoc.text import human_count
 from experiments.tiny_gpt import cosine_with_warmup
-from experiments.workloads import Options, Workload, describe, get
+from experiments.workloads import Workload, describe, get
+from experiments.workloads.arguments import add_options, options_of
 
 
 def train(workload: Workload, *, steps: int, lr: float, seed: int, device: str) -> tuple[nn.Module, list[float]]:
@@ -48,18 +49,11 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="default: the workload's own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--data", help="folder with alpaca/, gsm8k/, cifar10/ (default: $BAOC_DATA, or else the hub)")
-    parser.add_argument("--cache", help="folder for trained tokenizers (default: $BAOC_CACHE, or else ~/.cache/baoc)")
-    parser.add_argument("--pretrained", help="local path or hub id of weights to start from")
-    parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast")
-    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--length", type=int, help="tokens in a sequence")
+    add_options(parser)
     parser.add_argument("--eval-batches", type=int, help="evaluate on so many batches only")
     arguments = parser.parse_args()
-    fields = ("data", "cache", "pretrained", "bf16", "checkpointing", "batch_size", "length")
     try:
-        options = Options(**{name: getattr(arguments, name) for name in fields})
+        options = options_of(arguments)
         if arguments.workload is None:
             print(describe(options))
             return

@@ -36,7 +36,7 @@ format: $(VENV)/.dev
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info
 
-$(VENV)/.core: pyproject.toml setup.py constraints.txt $(wildcard src/baoc/kernels/native/*.[ch])
+$(VENV)/.core: pyproject.toml setup.py constraints.txt $(wildcard src/baoc/optim/kernels/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
 	$(PIP) --editable .

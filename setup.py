@@ -6,7 +6,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, ExecError, PlatformError
 
-FOLDER = Path("src/baoc/kernels/native")
+FOLDER = Path("src/baoc/optim/kernels/native")
 # Results must not depend on the instruction set, so no contraction and no fast math; what sqrt and comparisons do to
 # errno and traps is of no use here and would keep loops from being vectorised.
 FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
@@ -29,7 +29,7 @@ class BuildNative(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "baoc.kernels.native._native",
+            "baoc.optim.kernels.native._native",
             sources=sorted(map(str, FOLDER.glob("*.c"))),
             depends=sorted(map(str, FOLDER.glob("*.h"))),
             extra_compile_args=FLAGS,

@@ -25,16 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from baoc import cost, partition, planner
-from baoc.coordinates import RATIO, draw
-from baoc.cost import TimeModel
-from baoc.estimate import trainable_shapes
+from baoc.core.spec import DEFAULT_BETAS, Hyper, Shape
+from baoc.core.text import human_bytes
 from baoc.models import MODELS
-from baoc.planner import Planner
-from baoc.profiles import Profile, TensorRecord
-from baoc.sampling import Sampler
-from baoc.spec import DEFAULT_BETAS, Hyper, Shape
-from baoc.text import human_bytes
+from baoc.planning import cost, partition, planner
+from baoc.planning.cost import TimeModel
+from baoc.planning.estimate import trainable_shapes
+from baoc.planning.planner import Planner
+from baoc.profiling.coordinates import RATIO, draw
+from baoc.profiling.profile import Profile, TensorRecord
+from baoc.profiling.sampling import Sampler
 from benchmarks.machine import OtherLoad, describe
 from benchmarks.timing import paired_ratio, spread, timed
 

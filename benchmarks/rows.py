@@ -12,9 +12,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from baoc import BlockOptimizer
-from baoc.cost import TimeModel
-from baoc.planner import Planner
-from baoc.spec import Hyper
+from baoc.core.spec import Hyper
+from baoc.planning.cost import TimeModel
+from baoc.planning.planner import Planner
 from benchmarks.workloads import GPT2
 
 Params = Mapping[str, Parameter]

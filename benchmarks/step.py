@@ -21,8 +21,8 @@ import torch
 from torch.optim import Optimizer
 
 from baoc import BlockOptimizer, state_bytes
-from baoc.text import human_bytes, human_count
-from baoc.text import table as aligned
+from baoc.core.text import human_bytes, human_count
+from baoc.core.text import table as aligned
 from benchmarks import machine, targets
 from benchmarks.rows import FUSED, OURS, PEERS, Params, Row, rows, uniform
 from benchmarks.timing import Spread, interleaved, paired_ratio, spread, timed

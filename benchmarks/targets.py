@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baoc.text import human_bytes
+from baoc.core.text import human_bytes
 from benchmarks.rows import BUDGETS, CONFIGURATIONS, FUSED, planned, uniform
 from benchmarks.timing import paired_ratio
 from benchmarks.workloads import GPT2, SMALL

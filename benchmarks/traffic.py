@@ -18,7 +18,7 @@ import math
 import torch
 
 from baoc import BlockOptimizer, Configuration, parse, state_bytes
-from baoc.spec import Shape, WholeCodec
+from baoc.core.spec import Shape, WholeCodec
 
 
 def bytes_moved(optimizer: torch.optim.Optimizer) -> int:

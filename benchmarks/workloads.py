@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch.nn import Parameter
 
-from baoc.estimate import trainable_shapes
+from baoc.core.spec import Shape
 from baoc.models import MODELS
-from baoc.spec import Shape
+from baoc.planning.estimate import trainable_shapes
 
 Shapes = dict[str, Shape]
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import baoc
-from baoc.codecs import CODECS
-from baoc.codecs.int8 import Int8, from_groups, to_groups
-from baoc.spec import FP32_TINY, NOISE_ONE, Codec, Rounding, Shape
+from baoc.core.codecs import CODECS
+from baoc.core.codecs.int8 import Int8, from_groups, to_groups
+from baoc.core.spec import FP32_TINY, NOISE_ONE, Codec, Rounding, Shape
 from experiments import corpus as corpora
 from experiments.tiny_gpt import test_loss, train
 

@@ -19,10 +19,10 @@ import torch
 import baoc
 from baoc.cli import quiet
 from baoc.cli.common import Parser, at_least, budget
+from baoc.core.plan import PlanError
+from baoc.core.text import human_bytes, human_count
 from baoc.models import ModelError
-from baoc.plan import PlanError
-from baoc.planner import DEFAULT_MEMORY
-from baoc.text import human_bytes, human_count
+from baoc.planning.planner import DEFAULT_MEMORY
 from experiments.workloads import Workload, get
 from experiments.workloads.arguments import add_options, options_of
 

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import baoc
-from baoc.estimate import split_excluded, trainable_shapes
+from baoc.core.plan import memory_budget
+from baoc.core.spec import Shape
+from baoc.core.text import table as text_table
 from baoc.models import MODELS
-from baoc.plan import memory_budget
-from baoc.spec import Shape
-from baoc.text import table as text_table
+from baoc.planning.estimate import split_excluded, trainable_shapes
 from experiments.methods import rules
 
 MIB = 2**20

@@ -17,8 +17,8 @@ from torch import nn
 from baoc import BlockOptimizer, Plan
 from baoc.cli import main
 from baoc.cli.plan import Progress
-from baoc.profiler import Profiler, profile
-from baoc.profiles import Profile, ProfileError
+from baoc.profiling.profile import Profile, ProfileError
+from baoc.profiling.profiler import Profiler, profile
 
 WORKLOAD = """
 import torch
@@ -52,7 +52,7 @@ def make_two():
     return make()[:2]
 
 def make_registered():
-    from baoc.risk import register
+    from baoc.planning.risk import register
     @register("mine-of-the-test")
     def mine(metrics, configuration, settings):
         return {"precision": 32 / configuration.switches.bits if configuration.switches.bits else 99.0}
@@ -216,7 +216,7 @@ def test_a_one_shot_iterator_is_used_up(run: Any):
 def test_a_risk_that_the_file_registers(run: Any):
     code, _, _ = run("plan", "w.py:make_registered", "--steps", "2", "--time", "50", "--risk", "mine-of-the-test")
     assert code == 0
-    from baoc.risk import RISKS
+    from baoc.planning.risk import RISKS
 
     del RISKS["mine-of-the-test"]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc.codecs import CODECS
-from baoc.spec import NEAREST, Codec, Rounding, Slot, rounding_phase
+from baoc.core.codecs import CODECS
+from baoc.core.spec import NEAREST, Codec, Rounding, Slot, rounding_phase
 from tests.cases import SHAPES
 
 SLOTS = {"m": Slot("m", signed=True), "v": Slot("v", signed=False)}

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from baoc.configuration import CATALOG, ConfigurationError, Switches, from_switches, parse
+from baoc.core.configuration import CATALOG, ConfigurationError, Switches, from_switches, parse
 from tests.cases import by_configuration
 
 PAPER_NAMES = [

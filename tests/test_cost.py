@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from baoc import CATALOG, Block, BlockOptimizer, Configuration, Plan, parse
-from baoc import cost as costs
-from baoc.configuration import REFERENCE
-from baoc.cost import TimeModel, shape_class
-from baoc.kernels.update import Job
-from baoc.measure import state_bytes
-from baoc.spec import SMALL_NUMEL
+from baoc.core.configuration import REFERENCE
+from baoc.core.spec import SMALL_NUMEL
+from baoc.optim.kernels.update import Job
+from baoc.optim.measure import state_bytes
+from baoc.planning import cost as costs
+from baoc.planning.cost import TimeModel, shape_class
 from tests.cases import SHAPES
 
 GPT2_LAYER = {

@@ -17,10 +17,10 @@ from torch import nn
 
 from baoc import CATALOG, BlockOptimizer, __version__, state_bytes
 from baoc.cli import main
-from baoc.configuration import REFERENCE, parse
-from baoc.estimate import EstimateError, estimate, split_excluded, trainable_shapes
+from baoc.core.configuration import REFERENCE, parse
 from baoc.models import MODELS, ViT
 from baoc.models.resolve import resolve
+from baoc.planning.estimate import EstimateError, estimate, split_excluded, trainable_shapes
 
 MIB = 2**20
 

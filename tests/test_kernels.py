@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from baoc import BlockOptimizer, kernels
-from baoc.kernels import eager
+from baoc import BlockOptimizer
+from baoc.optim import kernels
+from baoc.optim.kernels import eager
 from tests.cases import SHAPES, by_configuration, gradients, train
 from tests.memory import PeakMemory
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from baoc import BlockOptimizer, parse, state_bytes
-from baoc.spec import SMALL_NUMEL
+from baoc.core.spec import SMALL_NUMEL
 from tests.cases import SHAPES, by_configuration, by_shape, gradients, train, trained
 
 

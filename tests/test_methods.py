@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from baoc import PlanError, state_bytes
-from baoc.plan import Plan, memory_budget
+from baoc.core.plan import Plan, memory_budget
 from experiments import methods, statemem
 from experiments.methods import Method, MethodError, Settings, cosmos, galore, rules
 from experiments.methods.base import GRID

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.codecs import CODECS
-from baoc.configuration import CATALOG, Configuration, parse
-from baoc.metrics import Metrics
-from baoc.profiles import Profile
-from baoc.sampling import Sampler
-from baoc.spec import NEAREST, Codec, Hyper, Slot
+from baoc.core.codecs import CODECS
+from baoc.core.configuration import CATALOG, Configuration, parse
+from baoc.core.spec import NEAREST, Codec, Hyper, Slot
+from baoc.planning.metrics import Metrics
+from baoc.profiling.profile import Profile
+from baoc.profiling.sampling import Sampler
 
 HYPER = Hyper(lr=1e-3)
 BETAS = (0.9, 0.999)

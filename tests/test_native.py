@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc import BlockOptimizer, Configuration, kernels, migrate, parse
-from baoc.kernels import native
-from baoc.kernels.eager import EagerKernel
-from baoc.kernels.native import NativeKernel
-from baoc.kernels.update import Job
-from baoc.spec import Hyper, rounding_phase
+from baoc import BlockOptimizer, Configuration, parse
+from baoc.core.spec import Hyper, rounding_phase
+from baoc.optim import kernels, migrate
+from baoc.optim.kernels import native
+from baoc.optim.kernels.eager import EagerKernel
+from baoc.optim.kernels.native import NativeKernel
+from baoc.optim.kernels.update import Job
 from tests.cases import CONFIGURATIONS, SHAPES, by_configuration, gradients
 
 ROOT = Path(__file__).parents[1]

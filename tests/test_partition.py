@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from baoc.models import MODELS
-from baoc.partition import GRANULARITIES, Unit, blocks, refine, structural_units
+from baoc.planning.partition import GRANULARITIES, Unit, blocks, refine, structural_units
 
 PAPER_MODELS = ["gpt2-small", "t5-base", "llama-3.2-1b", "sd15-unet", "vit"]
 

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from baoc import CATALOG, Block, BlockOptimizer, Configuration, Plan, PlanError, parse, state_bytes
-from baoc import risk as risks
-from baoc.configuration import REFERENCE
-from baoc.metrics import Metrics
-from baoc.plan import memory_budget
-from baoc.planner import Planner, Settings, plan
-from baoc.profiles import Profile
-from baoc.sampling import Sampler
-from baoc.spec import Hyper
+from baoc.core.configuration import REFERENCE
+from baoc.core.plan import memory_budget
+from baoc.core.spec import Hyper
+from baoc.planning import risk as risks
+from baoc.planning.metrics import Metrics
+from baoc.planning.planner import Planner, Settings, plan
+from baoc.profiling.profile import Profile
+from baoc.profiling.sampling import Sampler
 from tests.training import shapes
 
 WIDTH, WORDS = 64, 100
@@ -574,7 +574,7 @@ TYPES = {
 
 
 def schema() -> dict[str, Any]:
-    return json.loads((resources.files("baoc") / "plan.schema.json").read_text(encoding="utf-8"))
+    return json.loads((resources.files("baoc.core") / "plan.schema.json").read_text(encoding="utf-8"))
 
 
 def faults(value: Any, rule: dict[str, Any], root: dict[str, Any], place: str = "plan") -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import baoc.kernels
+import baoc.optim.kernels
 from baoc import Block, BlockOptimizer, ConfigurationError, Plan, PlanError
 from tests.training import Net, assert_same, backward, mixed_plan, snapshot, train, trained
 
@@ -157,7 +157,7 @@ def test_a_kernel_that_cannot_run_changes_nothing(monkeypatch, steps_before):
     def choose(request, device):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(baoc.kernels, "choose", choose)
+    monkeypatch.setattr(baoc.optim.kernels, "choose", choose)
     with pytest.raises(RuntimeError, match="no compiler"):
         optimizer.step()
     assert_same(snapshot(model, optimizer), before)

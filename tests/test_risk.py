@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from baoc import CATALOG, Configuration, parse
-from baoc import risk as risks
-from baoc.metrics import Metrics
-from baoc.profiles import Profile
-from baoc.risk import TERMS, Anchors, Prior, Settings
-from baoc.sampling import Sampler
-from baoc.spec import Hyper
+from baoc.core.spec import Hyper
+from baoc.planning import risk as risks
+from baoc.planning.metrics import Metrics
+from baoc.planning.risk import TERMS, Anchors, Prior, Settings
+from baoc.profiling.profile import Profile
+from baoc.profiling.sampling import Sampler
 from tests.cases import gradients
 
 # The paper's tuple (y_a, y_m, y_d, y_f, b) of every candidate, written by hand.

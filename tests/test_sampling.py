@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baoc import partition
-from baoc.configuration import parse
-from baoc.coordinates import Coordinates, draw, sample_count
-from baoc.metrics import Metrics, direction_stability
+from baoc.core.configuration import parse
+from baoc.core.spec import Hyper
 from baoc.models import MODELS
-from baoc.planner import unit_vectors
-from baoc.profiles import Profile, ProfileError
-from baoc.risk import Anchors
-from baoc.sampling import HISTORY, Sampler
-from baoc.spec import Hyper
+from baoc.planning import partition
+from baoc.planning.metrics import Metrics, direction_stability
+from baoc.planning.planner import unit_vectors
+from baoc.planning.risk import Anchors
+from baoc.profiling.coordinates import Coordinates, draw, sample_count
+from baoc.profiling.profile import Profile, ProfileError
+from baoc.profiling.sampling import HISTORY, Sampler
 from experiments.tiny_gpt import Size, TinyGPT
 from tests.cases import SHAPES, gradients
 from tests.memory import PeakMemory

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TextIO
 
+from baoc.core.text import human_bytes
 from baoc.report.progress import MovingLine, bar, columns
-from baoc.text import human_bytes
 from experiments.demo.training import OnStep
 
 _HIDE, _SHOW, _SAVE, _RESTORE, _CLEAR_REST = "\x1b[?25l", "\x1b[?25h", "\x1b7", "\x1b8", "\x1b[K"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 import baoc
-from baoc.estimate import trainable_shapes
+from baoc.planning.estimate import trainable_shapes
 from experiments.corpus import Corpus
 from experiments.tiny_gpt import MakeOptimizer, Size, TinyGPT, test_loss, train
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import baoc
-from baoc.partition import structural_units
-from baoc.plan import Block, Plan, PlanError, memory_budget
+from baoc.core.plan import Block, Plan, PlanError, memory_budget
+from baoc.planning.partition import structural_units
 from experiments.methods.base import Method, Settings
 from experiments.methods.roles import Part, parts
 

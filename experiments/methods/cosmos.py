@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baoc.spec import Shape
+from baoc.core.spec import Shape
 from experiments.methods.base import Method, Settings
 from experiments.methods.chained import chained
 from experiments.methods.roles import parts

@@ -12,8 +12,8 @@ from typing import Literal
 
 from torch import nn
 
-from baoc.partition import structural_units
-from baoc.plan import canonical_name
+from baoc.core.plan import canonical_name
+from baoc.planning.partition import structural_units
 
 Role = Literal["embedding", "head", "matrix", "kernel", "vector"]
 

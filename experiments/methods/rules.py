@@ -12,7 +12,7 @@ from math import ceil, prod
 from torch import nn
 
 import baoc
-from baoc.spec import Shape
+from baoc.core.spec import Shape
 from experiments.methods import budgeted, cosmos, galore
 from experiments.methods.adam_mini import DENSE, ONE_SCALAR, PER_HEAD, word
 from experiments.methods.base import MethodError

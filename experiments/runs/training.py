@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from baoc.plan import PlanError
+from baoc.core.plan import PlanError
 from experiments import workloads
 from experiments.runs.cell import Cell, Row, RunOptions
 from experiments.runs.outcome import outcome

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import baoc
-from baoc.plan import Plan
-from baoc.risk import Anchors
+from baoc.core.plan import Plan
+from baoc.planning.risk import Anchors
 from experiments import methods
 from experiments.methods import Method, Settings, budgeted
 from experiments.runs.cell import RunError

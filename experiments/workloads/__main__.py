@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from baoc.cli import quiet
+from baoc.core.text import human_count
 from baoc.models import ModelError
-from baoc.text import human_count
 from experiments.tiny_gpt import cosine_with_warmup
 from experiments.workloads import Workload, describe, get
 from experiments.workloads.arguments import add_options, options_of

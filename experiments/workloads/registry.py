@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from baoc.core.text import human_count, table
 from baoc.models.resolve import explained, importable, load_file
-from baoc.text import human_count, table
 from experiments.workloads import gpt, llama, t5, unet, vit
 from experiments.workloads.base import Options, Workload, WorkloadError
 from experiments.workloads.sources import presence

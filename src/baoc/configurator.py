@@ -12,18 +12,19 @@ import torch  # noqa: F401 - the docstring example needs it
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from baoc import groups, partition
-from baoc.configuration import Configuration
-from baoc.coordinates import RATIO
-from baoc.cost import TimeModel
-from baoc.groups import Member
-from baoc.optimizer import BlockOptimizer
-from baoc.plan import Block, Plan, PlanError, memory_budget
-from baoc.planner import DEFAULT_MEMORY, DEFAULT_TIME, Planner, Settings, unit_vectors
-from baoc.profiles import Profile
-from baoc.sampling import Sampler
-from baoc.spec import DEFAULT_BETAS, Hyper
-from baoc.text import human_bytes
+from baoc.core.configuration import Configuration
+from baoc.core.plan import Block, Plan, PlanError, memory_budget
+from baoc.core.spec import DEFAULT_BETAS, Hyper
+from baoc.core.text import human_bytes
+from baoc.optim import groups
+from baoc.optim.groups import Member
+from baoc.optim.optimizer import BlockOptimizer
+from baoc.planning import partition
+from baoc.planning.cost import TimeModel
+from baoc.planning.planner import DEFAULT_MEMORY, DEFAULT_TIME, Planner, Settings, unit_vectors
+from baoc.profiling.coordinates import RATIO
+from baoc.profiling.profile import Profile
+from baoc.profiling.sampling import Sampler
 
 logger = logging.getLogger("baoc")
 
@@ -50,7 +51,8 @@ class BAOC(BlockOptimizer):
         settle: end the warm-up early once the normalised diagnostics change by less than this in ten steps, on average.
         replan_every: make a new plan every so many steps; sampling then goes on.
         kernel: as in :class:`BlockOptimizer`.
-        settings: those of :class:`~baoc.planner.Settings`, such as ``forbid``, ``prefer``, ``risk`` or ``granularity``.
+        settings: those of :class:`~baoc.planning.planner.Settings`, such as ``forbid``, ``prefer``, ``risk`` or
+            ``granularity``.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))

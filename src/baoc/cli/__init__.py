@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from baoc._version import __version__
 from baoc.cli import diff, estimate, experiment, explain, frontier, plan, quiet, statemem, workloads
 from baoc.cli.common import Parser, UsageError
-from baoc.configuration import ConfigurationError
-from baoc.estimate import EstimateError
+from baoc.core.configuration import ConfigurationError
+from baoc.core.plan import PlanError
 from baoc.models.packages import ModelError
-from baoc.plan import PlanError
-from baoc.profiles import ProfileError
+from baoc.planning.estimate import EstimateError
+from baoc.profiling.profile import ProfileError
 from baoc.report import ReportError
 
 COMMANDS = (estimate, plan, explain, frontier, diff, experiment, workloads, statemem)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from baoc import partition
-from baoc import risk as risks
-from baoc.configuration import ConfigurationError
-from baoc.plan import Plan, PlanError
-from baoc.planner import DEFAULT_TIME, REFINED, Settings
-from baoc.profiles import Profile
-from baoc.spec import DEFAULT_BETAS, Hyper
+from baoc.core.configuration import ConfigurationError
+from baoc.core.plan import Plan, PlanError
+from baoc.core.spec import DEFAULT_BETAS, Hyper
+from baoc.planning import partition
+from baoc.planning import risk as risks
+from baoc.planning.planner import DEFAULT_TIME, REFINED, Settings
+from baoc.profiling.profile import Profile
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

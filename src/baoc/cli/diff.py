@@ -7,10 +7,10 @@ import json
 from dataclasses import asdict
 
 from baoc.cli import common
-from baoc.plan import Plan
+from baoc.core.plan import Plan
+from baoc.core.text import human_bytes
 from baoc.report import Change, diff
 from baoc.report.diff import diff_table
-from baoc.text import human_bytes
 
 SUMMARY = "what is different between two plans"
 

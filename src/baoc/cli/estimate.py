@@ -10,12 +10,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from baoc.configuration import CATALOG, REFERENCE, parse
-from baoc.estimate import Estimate, estimate, split_excluded, trainable_shapes
+from baoc.core.configuration import CATALOG, REFERENCE, parse
+from baoc.core.spec import SMALL_NUMEL, Shape
+from baoc.core.text import human_bytes, table
 from baoc.models import MODELS
 from baoc.models.resolve import resolve
-from baoc.spec import SMALL_NUMEL, Shape
-from baoc.text import human_bytes, table
+from baoc.planning.estimate import Estimate, estimate, split_excluded, trainable_shapes
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from baoc.cli import common
-from baoc.cost import TimeModel
-from baoc.planner import Planner
+from baoc.core.text import human_bytes
+from baoc.planning.cost import TimeModel
+from baoc.planning.planner import Planner
 from baoc.report import Frontier, frontier, plot
 from baoc.report.frontier import frontier_table
-from baoc.text import human_bytes
 
 SUMMARY = "risk and time against memory, over all budgets"
 

@@ -13,15 +13,15 @@ import torch
 
 from baoc.cli import common
 from baoc.cli.workload import is_workload, load_workload
-from baoc.cost import TimeModel
-from baoc.estimate import trainable_shapes
+from baoc.core.plan import memory_budget
+from baoc.core.text import human_bytes
 from baoc.models import MODELS
 from baoc.models.resolve import resolve
-from baoc.plan import memory_budget
-from baoc.planner import DEFAULT_MEMORY, Planner
-from baoc.profiles import Profile
+from baoc.planning.cost import TimeModel
+from baoc.planning.estimate import trainable_shapes
+from baoc.planning.planner import DEFAULT_MEMORY, Planner
+from baoc.profiling.profile import Profile
 from baoc.report.progress import MovingLine
-from baoc.text import human_bytes
 
 SUMMARY = "warm up, then plan which block gets which configuration within a budget"
 

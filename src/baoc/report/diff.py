@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baoc.plan import Block, Plan
-from baoc.spec import Shape
-from baoc.text import human_bytes, table
+from baoc.core.plan import Block, Plan
+from baoc.core.spec import Shape
+from baoc.core.text import human_bytes, table
 
 
 @dataclass(frozen=True)

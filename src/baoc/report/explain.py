@@ -6,9 +6,9 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-from baoc.configuration import REFERENCE
-from baoc.plan import Block, Plan
-from baoc.text import human_bytes, human_count, table
+from baoc.core.configuration import REFERENCE
+from baoc.core.plan import Block, Plan
+from baoc.core.text import human_bytes, human_count, table
 
 _MIB, _GIB = 2**20, 2**30
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baoc.plan import PlanError
-from baoc.planner import Planner
+from baoc.core.plan import PlanError
+from baoc.core.text import human_bytes, table
+from baoc.planning.planner import Planner
 from baoc.report.explain import total_risk
 from baoc.solve import Infeasible, smallest_memory
-from baoc.text import human_bytes, table
 
 MOST_MEMORY = 2  # of AdamW16: what AdamW32 takes
 _BAR = 30

@@ -1,0 +1,1 @@
+"""What everything else is said in: slots, codecs, mechanisms, configurations, roles and the plan file."""

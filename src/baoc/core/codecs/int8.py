@@ -1,0 +1,110 @@
+"""Eight bits per element with one fp32 scale per group of up to 256 elements.
+
+Codes are companded: ``|m| / scale`` is stored as its square root and ``v / scale`` as its fourth root, so relative
+precision is kept over 4 (m) and 9 (v) decimal orders and decoding is two multiplications, with no table. Codes are
+dithered in the value domain. The choice is by measurement: see ``docs/results/int8_formats.md``.
+
+Groups run along the flattened trailing dims of each dim-0 row and never cross rows: a shard on dim 0 holds whole
+groups, so a plan means the same on one process and on many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baoc.core.codecs.dense import BF16, FP32
+from baoc.core.spec import NOISE_ONE, SMALL_NUMEL, Buffer, Codec, Rounding, Shape, Slot
+
+GROUP = 256
+MIN_ROW = 8
+"""Rows shorter than this (vectors too: their rows are single elements) would pay more for scales than for codes."""
+
+SMALLEST_SCALE = 2.0**-96
+"""Below it the number of levels per unit would overflow."""
+
+
+@dataclass(frozen=True)
+class _Companding:
+    """A code is the root of a *level*, and a value is a level in units of ``scale / levels``."""
+
+    top: int
+    power: int  # 2 or 4
+
+    @property
+    def levels(self) -> float:
+        return float(self.top**self.power)
+
+    def raised(self, root: Tensor) -> Tensor:
+        return root * root.abs() if self.power == 2 else (root * root).square()
+
+    def root(self, level: Tensor) -> Tensor:
+        return level.sqrt() if self.power == 2 else level.sqrt().sqrt()
+
+
+_SIGNED = _Companding(127, 2)
+_UNSIGNED = _Companding(255, 4)
+
+
+class Int8(Codec):
+    name = "int8"
+    bits = 8
+    view_dims = 2
+
+    def resolve(self, shape: Shape) -> Codec:
+        if math.prod(shape) < SMALL_NUMEL:
+            return FP32()
+        return self if self.fits(shape) else BF16()
+
+    @staticmethod
+    def fits(shape: Shape) -> bool:
+        return len(shape) > 1 and math.prod(shape[1:]) >= MIN_ROW
+
+    def layout(self, shape: Shape, slot: Slot) -> tuple[Buffer, ...]:
+        groups = -(-math.prod(shape[1:]) // GROUP)
+        return (
+            Buffer("codes", shape, torch.int8 if slot.signed else torch.uint8),
+            Buffer("scales", (shape[0], groups), torch.float32),
+        )
+
+    def decode(self, buffers: Mapping[str, Tensor], rows: slice) -> Tensor:
+        codes = buffers["codes"][rows]
+        scales = buffers["scales"][rows].unsqueeze(-1)  # (rows, groups, 1)
+        companding = _SIGNED if codes.dtype == torch.int8 else _UNSIGNED
+        unit = to_groups(codes.float()) * (1.0 / companding.top)  # (rows, groups, width), in [-1, 1]
+        return from_groups(companding.raised(unit) * scales, codes.shape)
+
+    def encode(self, buffers: Mapping[str, Tensor], rows: slice, value: Tensor, rounding: Rounding) -> None:
+        codes = buffers["codes"][rows]
+        signed = codes.dtype == torch.int8
+        companding = _SIGNED if signed else _UNSIGNED
+        grouped = to_groups(value)  # (rows, groups, width)
+        top = grouped.abs().amax(-1, keepdim=True)
+        scales = top.clamp(min=SMALLEST_SCALE) * (top > 0)
+        level = grouped.abs() * (companding.levels / scales.clamp(min=SMALLEST_SCALE))
+        below = companding.root(level).floor()
+        low, high = companding.raised(below), companding.raised(below + 1)
+        noise = to_groups(rounding.noise(rows.start, tuple(value.shape), value.device))
+        threshold = (NOISE_ONE - noise) * (1.0 / NOISE_ONE)
+        code = below + (level - low >= threshold * (high - low))
+        # v must never become zero under a momentum that is not: its smallest code is above zero.
+        code = torch.where(grouped < 0, -code, code) if signed else torch.where(grouped > 0, code.clamp(min=1), code)
+        codes.copy_(from_groups(code, codes.shape))
+        buffers["scales"][rows].copy_(scales.squeeze(-1))
+
+
+def to_groups(x: Tensor) -> Tensor:
+    """(rows, *trailing) -> (rows, groups, width), the last group padded with zeros."""
+    flat = x.reshape(x.shape[0], -1)
+    width = min(GROUP, flat.shape[1])
+    padding = (width - flat.shape[1] % width) % width
+    return (F.pad(flat, (0, padding)) if padding else flat).view(x.shape[0], -1, width)
+
+
+def from_groups(x: Tensor, shape: torch.Size) -> Tensor:
+    return x.reshape(x.shape[0], -1)[:, : math.prod(shape[1:])].view(shape)

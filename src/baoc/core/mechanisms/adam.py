@@ -1,0 +1,62 @@
+"""Adam and AdamW, as in ``torch.optim``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from baoc.core.spec import FP32_TINY, Hyper, Mechanism, Scalars, Slot
+
+
+class Adam(Mechanism):
+    name = "adam"
+    slots = (Slot("m", signed=True), Slot("v", signed=False))
+    adaptive = True
+    momentum = True
+
+    def scalars(self, hyper: Hyper, ages: Mapping[str, int]) -> dict[str, float]:
+        return super().scalars(hyper, ages) | {
+            "m.keep": hyper.beta1,
+            "m.add": 1.0 - hyper.beta1,
+            "v.keep": hyper.beta2,
+            "v.add": 1.0 - hyper.beta2,
+            "v.mean_floor": FP32_TINY,
+            "m.mass": self.mass("m", ages["m"], hyper),
+            "v.mass_sqrt": math.sqrt(self.mass("v", ages["v"], hyper)),
+            "eps": hyper.eps,
+        }
+
+    def observe(self, slot: str, grad: Tensor) -> Tensor:
+        return grad if slot == "m" else grad * grad
+
+    def direction(self, grad: Tensor, slots: Mapping[str, Tensor], scalars: Scalars) -> Tensor:
+        denominator = slots["v"].sqrt() / scalars["v.mass_sqrt"] + scalars["eps"]
+        return slots["m"] / scalars["m.mass"] / denominator
+
+    def mass(self, slot: str, age: int, hyper: Hyper) -> float:
+        return 1.0 - (hyper.beta1 if slot == "m" else hyper.beta2) ** age
+
+    def infer(self, slot: str, means: Mapping[str, Tensor], ages: Mapping[str, int], hyper: Hyper) -> Tensor | None:
+        # A fresh v would make the first update m / |g|, which has no bound. If gradients were all noise, the mean m
+        # would have (1 - beta1) / (1 + beta1) of their variance; so this v keeps |m| / sqrt(v) at Adam's usual size.
+        if slot != "v" or "m" not in means:
+            return None
+        return means["m"].square() * ((1.0 + hyper.beta1) / (1.0 - hyper.beta1))
+
+    def inferred_age(self, slot: str, ages: Mapping[str, int], hyper: Hyper) -> int:
+        memory = round(1.0 / (1.0 - hyper.beta1))  # how many gradients m speaks for
+        return min(ages.get("m", 0), memory) if slot == "v" else 0
+
+    def expected_direction(self, means: Mapping[str, Tensor], ages: Mapping[str, int], hyper: Hyper) -> Tensor | None:
+        if "v" not in means:
+            return None
+        # Without momentum the first update is gradient / sqrt(v), and a typical gradient has the size sqrt(v).
+        numerator = means["m"] if "m" in means else means["v"].sqrt()
+        return numerator / (means["v"].sqrt() + hyper.eps)
+
+
+class AdamW(Adam):
+    name = "adamw"
+    decoupled = True

@@ -1,0 +1,264 @@
+"""A plan: which block of parameters gets which configuration. All that planner and optimizer know of each other."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from baoc.core.configuration import REFERENCE, Configuration, parse
+from baoc.core.spec import Shape
+from baoc.core.text import human_bytes, human_count, table
+
+FORMAT = "baoc.plan"
+VERSION = 1
+
+_WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+class PlanError(ValueError):
+    """A plan that does not fit its model, or a file that is not a plan."""
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without the parts that ``torch.compile``, FSDP and activation checkpointing put into it.
+
+    >>> canonical_name("_orig_mod.h.0._checkpoint_wrapped_module.attn.weight")
+    'h.0.attn.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Parameters that share one configuration."""
+
+    name: str
+    configuration: Configuration
+    parameters: Mapping[str, Shape]  # name -> global shape
+    lr_scale: float | None = None
+    """Factor on the group's lr. ``None``: 1 for a new run; matched to the last update when state is inherited."""
+    risk: Mapping[str, float] = field(default_factory=dict)
+    """What the configuration risks for this block, by term; empty in a plan that was made by hand."""
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        if self.lr_scale is not None and not (math.isfinite(self.lr_scale) and self.lr_scale > 0):
+            raise PlanError(
+                f"block {self.name!r} has lr_scale {self.lr_scale!r}; it must be a positive number or null."
+            )
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(shape) for shape in self.parameters.values())
+
+    @property
+    def state_bytes(self) -> int:
+        return self.state_bytes_as(self.configuration)
+
+    def state_bytes_as(self, configuration: Configuration) -> int:
+        """What the block would hold under another configuration."""
+        return sum(configuration.state_bytes(shape) for shape in self.parameters.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration for every parameter, each in exactly one block.
+
+    >>> plan = Plan.uniform("adamw-8", {"embed.weight": (50257, 768), "norm.weight": (768,)})
+    >>> plan.state_bytes
+    78407064
+    >>> Plan.from_json(plan.to_json()) == plan
+    True
+    """
+
+    blocks: tuple[Block, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What it was made for and how well that was solved: budgets, bound, gap, prices, seed. Plain JSON values."""
+    _block_of: Mapping[str, Block] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        block_of: dict[str, Block] = {}
+        names = [block.name for block in self.blocks]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise PlanError(f"two blocks are called {twice!r}. Give every block a name of its own.")
+        for block in self.blocks:
+            for name in block.parameters:
+                if name in block_of:
+                    raise PlanError(
+                        f"parameter {name!r} is in two blocks, {block_of[name].name!r} and {block.name!r}. "
+                        "Remove it from one of them."
+                    )
+                block_of[name] = block
+        object.__setattr__(self, "_block_of", block_of)
+
+    @classmethod
+    def uniform(cls, configuration: Configuration | str, shapes: Mapping[str, Shape]) -> Plan:
+        """One block with one configuration."""
+        return cls((Block("all", parse(configuration), dict(shapes)),))
+
+    def block_of(self, parameter: str) -> Block:
+        return self._block_of[parameter]
+
+    @property
+    def state_bytes(self) -> int:
+        """What an optimizer with this plan holds, to the byte."""
+        return sum(block.state_bytes for block in self.blocks)
+
+    @property
+    def reference_bytes(self) -> int:
+        """What AdamW16 would hold for the same parameters."""
+        return sum(block.state_bytes_as(REFERENCE) for block in self.blocks)
+
+    def check(self, shapes: Mapping[str, Shape]) -> None:
+        """Raise unless the plan covers exactly these parameters with these shapes."""
+        missing = [name for name in shapes if name not in self._block_of]
+        if missing:
+            raise PlanError(
+                f"the plan says nothing about {_some(missing)}. Add each to a block, or make a new plan for this model."
+            )
+        unknown = [name for name in self._block_of if name not in shapes]
+        if unknown:
+            raise PlanError(
+                f"the plan names {_some(unknown)}, which the optimizer was not given. Was the plan made for another "
+                "model, or are these parameters frozen? Remove them from the plan, or pass them to the optimizer."
+            )
+        for name, shape in shapes.items():
+            planned = self._block_of[name].parameters[name]
+            if tuple(planned) != tuple(shape):
+                raise PlanError(
+                    f"parameter {name!r} has shape {tuple(shape)}, but the plan was made for {tuple(planned)}. "
+                    "Make a new plan for this model."
+                )
+
+    def to_json(self) -> str:
+        blocks = [
+            {
+                "name": block.name,
+                "configuration": str(block.configuration),
+                "lr_scale": block.lr_scale,
+                "risk": dict(block.risk),
+                "why": block.why,
+                "parameters": {name: list(shape) for name, shape in block.parameters.items()},
+            }
+            for block in self.blocks
+        ]
+        content = {"format": FORMAT, "version": VERSION, "settings": dict(self.settings), "blocks": blocks}
+        return json.dumps(content, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"this is not a plan file: line {error.lineno} is not JSON ({error.msg}).") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise PlanError(f'this is not a plan file: it has no "format": "{FORMAT}".')
+        if content.get("version") != VERSION:
+            raise PlanError(
+                f"the plan file has version {content.get('version')!r}, and this baoc reads version {VERSION}. "
+                "Make the plan again, or use the baoc that wrote it."
+            )
+        blocks, settings = content.get("blocks"), content.get("settings", {})
+        if not isinstance(blocks, list) or not isinstance(settings, dict):
+            raise PlanError('the plan file is damaged: "blocks" must be a list, and "settings" an object.')
+        return cls(tuple(_read_block(entry, index) for index, entry in enumerate(blocks)), settings)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        with open(path, encoding="utf-8") as file:
+            return cls.from_json(file.read())
+
+    def __str__(self) -> str:
+        explained = any(block.risk or block.why for block in self.blocks)
+        rows = [
+            [
+                block.name,
+                len(block.parameters),
+                human_count(block.numel),
+                str(block.configuration),
+                human_bytes(block.state_bytes),
+                "-" if block.lr_scale is None else f"{block.lr_scale:.3g}",
+                *([_risk_text(block.risk), block.why] if explained else []),
+            ]
+            for block in self.blocks
+        ]
+        header = ["block", "tensors", "parameters", "configuration", "state", "lr scale"]
+        header += ["risk", "why"] if explained else []
+        share = self.state_bytes / self.reference_bytes if self.reference_bytes else 0.0
+        total = (
+            f"{human_bytes(self.state_bytes)} of state, {share:.1%} of AdamW16's {human_bytes(self.reference_bytes)}"
+        )
+        return f"{table(header, rows, right=('tensors', 'parameters', 'state', 'lr scale'))}\n{total}"
+
+
+def _read_block(entry: Any, index: int) -> Block:
+    try:
+        return Block(
+            name=str(entry["name"]),
+            configuration=parse(entry["configuration"]),
+            parameters={str(name): _read_shape(shape) for name, shape in entry["parameters"].items()},
+            lr_scale=None if entry.get("lr_scale") is None else float(entry["lr_scale"]),
+            risk={str(term): float(value) for term, value in entry.get("risk", {}).items()},
+            why=str(entry.get("why", "")),
+        )
+    except PlanError:
+        raise
+    except KeyError as error:
+        raise PlanError(f"block {index} of the plan has no {error.args[0]!r}.") from None
+    except (TypeError, AttributeError, ValueError) as error:
+        raise PlanError(f"block {index} of the plan cannot be read: {error}") from None
+
+
+def _read_shape(shape: Any) -> Shape:
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise ValueError(f"a shape is {shape!r}; it must be a list of whole numbers.")
+    return tuple(shape)
+
+
+def _risk_text(risk: Mapping[str, float]) -> str:
+    terms = [f"{term} {value:.2g}" for term, value in risk.items() if value >= 0.0005]
+    return f"{sum(risk.values()):.3f} = {' + '.join(terms)}" if terms else f"{sum(risk.values()):.3f}"
+
+
+def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
+    """Bytes of a budget: a float or "50%" is a share of AdamW16's state, an int is bytes, "1.5GiB" is a size.
+
+    >>> memory_budget(0.5, 1000), memory_budget("50%", 1000), memory_budget(400, 1000), memory_budget("1.5 KiB", 1000)
+    (500, 500, 400, 1536)
+    """
+    if isinstance(memory, str):
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%|B|[KMGT]i?B)", memory.strip())
+        if match is None:
+            raise PlanError(
+                f"cannot read the budget {memory!r}. Write a size like '1.5GiB', or a share like '50%' or 0.5."
+            )
+        number, unit = float(match[1]), match[2]
+        if unit == "%":
+            return memory_budget(number / 100, reference_bytes)
+        return int(number * (1024 if "i" in unit else 1000) ** "BKMGT".index(unit[0]))
+    if isinstance(memory, numbers.Integral) and not isinstance(memory, bool):
+        return int(memory)
+    try:
+        share = float(memory)
+    except (TypeError, ValueError):
+        share = math.nan
+    if not (math.isfinite(share) and share >= 0) or isinstance(memory, bool):
+        raise PlanError(f"the memory budget {memory!r} is not a share: it must be a number >= 0, like 0.5.")
+    return int(share * reference_bytes)
+
+
+def _some(names: Iterable[str], shown: int = 3) -> str:
+    names = list(names)
+    text = ", ".join(repr(name) for name in names[:shown])
+    return text if len(names) <= shown else f"{text} and {len(names) - shown} more parameters"

@@ -1,0 +1,1 @@
+"""The optimizer: param groups, state, migration, checkpoints, and the kernels that run an update."""

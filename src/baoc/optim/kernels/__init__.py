@@ -1,0 +1,101 @@
+"""The same update in several ways. ``choose`` says which one runs on a device, and why."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from baoc.optim.kernels import native
+from baoc.optim.kernels.eager import EagerKernel
+from baoc.optim.kernels.update import Job
+
+logger = logging.getLogger("baoc")
+
+REQUESTS = ("auto", "native", "compiled", "eager")
+
+
+class Kernel(Protocol):
+    """Runs one optimizer step over many parameters."""
+
+    name: str
+
+    def run(self, jobs: Iterable[Job]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which kernel serves a device, and why.
+
+    >>> choose("eager", torch.device("cpu")).name
+    'eager'
+    """
+
+    kernel: Kernel
+    device: str
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.device}: {self.reason}"
+
+
+def check_request(request: str) -> None:
+    if request not in REQUESTS:
+        raise ValueError(f"unknown kernel {request!r}. Choose one of {', '.join(map(repr, REQUESTS))}.")
+
+
+@functools.cache
+def choose(request: str, device: torch.device) -> Choice:
+    """Pick the kernel for a device; raise if a kernel was asked for by name and cannot run here."""
+    check_request(request)
+    if request == "eager":
+        return Choice(EagerKernel(), str(device), "asked for by name")
+    if request == "native" or (request == "auto" and device.type == "cpu"):
+        return _native(request, device)
+    obstacle = _obstacle_to_compiling(device)
+    if request == "compiled":
+        if obstacle:
+            raise RuntimeError(f"kernel='compiled' cannot run on {device}: {obstacle}. Use kernel='eager' or 'auto'.")
+        return Choice(_compiled(), str(device), "asked for by name")
+    if obstacle:
+        return Choice(EagerKernel(), str(device), f"torch.compile cannot run here: {obstacle}")
+    return Choice(_compiled(), str(device), "one fused pass over memory")
+
+
+def _native(request: str, device: torch.device) -> Choice:
+    obstacle = native.obstacle() if device.type == "cpu" else "it runs on CPUs only"
+    if obstacle is None:
+        kernel = native.NativeKernel()
+        reason = "asked for by name" if request == "native" else "one pass over memory"
+        return Choice(kernel, str(device), f"{reason}, {kernel.isa}")
+    if request == "native":
+        raise RuntimeError(f"kernel='native' cannot run on {device}: {obstacle}. Use kernel='auto'.")
+    # compiling would take longer than it saves in a short run
+    logger.warning("optimizer steps will be several times slower on %s: %s", device, obstacle)
+    return Choice(EagerKernel(), str(device), obstacle)
+
+
+def _compiled() -> Kernel:
+    from baoc.optim.kernels.compiled import CompiledKernel  # pulls in torch's compiler, which is slow to import
+
+    return CompiledKernel()
+
+
+def _obstacle_to_compiling(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        return None if shutil.which(compiler) or shutil.which("clang++") else f"no C++ compiler ({compiler}) was found"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    return None

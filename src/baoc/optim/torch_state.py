@@ -1,0 +1,134 @@
+"""The state dicts of ``torch.optim``'s own optimizers, read as ours and written from ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from baoc.core.configuration import Configuration, parse
+from baoc.core.spec import DEFAULT_BETAS
+from baoc.optim import groups, migrate
+from baoc.optim.groups import Group
+from baoc.optim.migrate import ParamState
+
+MATURE_AGE = 1000
+"""``torch.optim.SGD`` does not count steps: its momentum is taken to be older than it can remember."""
+
+
+def is_torch_entry(entry: dict[str, Any]) -> bool:
+    """Whether a parameter's saved state has the form of a torch.optim optimizer's."""
+    return not entry.keys().isdisjoint({"exp_avg", "momentum_buffer", "row_var", "variance"})
+
+
+def read_entry(entry: dict[str, Any], name: str) -> tuple[Configuration, ParamState]:
+    """A torch.optim parameter state as an fp32 configuration and its state."""
+    step = int(entry["step"]) if "step" in entry else MATURE_AGE
+    if "exp_avg" in entry:
+        if "max_exp_avg_sq" in entry:
+            raise ValueError(
+                f"parameter {name!r} was trained with amsgrad=True, which has no counterpart here. Load it into "
+                "torch.optim, or drop 'max_exp_avg_sq' from its state to go on without."
+            )
+        m, v = _fp32(entry["exp_avg"]), _fp32(entry["exp_avg_sq"])
+        return parse("adamw-32"), {"m": m, "m.age": step, "v": v, "v.age": step}
+    if "momentum_buffer" in entry:
+        if entry["momentum_buffer"] is None:
+            return parse("sgd"), {}
+        return parse("sgdm-32"), {"m": _fp32(entry["momentum_buffer"]), "m.age": step}
+    age = torch.tensor(float(step))
+    if entry.get("variance") is not None:
+        return parse("adafactor[v=fp32]"), {"v": _fp32(entry["variance"]), "v.age": age}
+    row, col = _fp32(entry["row_var"]).squeeze(-1), _fp32(entry["col_var"]).squeeze(-2)
+    return parse("adafactor-32"), {"v.row": row, "v.col": col, "v.age": age}
+
+
+def read_group(group: Group) -> Group:
+    """A torch.optim param group with our names for its settings. Ours pass through."""
+    read = dict(group)
+    if "momentum" in read and "betas" not in read:
+        if read.get("nesterov") or read.get("dampening"):
+            raise ValueError(
+                "SGD with nesterov momentum or dampening has no counterpart here. Go on with torch.optim.SGD, or set "
+                "nesterov=False and dampening=0 in the checkpoint's param groups."
+            )
+        read["betas"] = (read["momentum"], DEFAULT_BETAS[1])
+    if "d" in read and isinstance(read.get("eps"), (tuple, list)):
+        read["clip_threshold"], read["adafactor_eps"] = read.pop("d"), tuple(read.pop("eps"))
+    return read
+
+
+def to_torch(optimizer: torch.optim.Optimizer, kind: str = "adamw") -> dict[str, Any]:
+    """A state dict that ``torch.optim.AdamW``, ``Adam``, ``SGD`` or ``Adafactor`` can load, whatever the plan is.
+
+    State is decoded to fp32; fp32 slots share memory with the optimizer. lr scales have no place in torch's optimizers
+    and are left out.
+
+    >>> from baoc import BlockOptimizer
+    >>> weight = nn.Parameter(torch.ones(8, 8))
+    >>> ours, theirs = BlockOptimizer([weight], plan="adamw-8"), torch.optim.AdamW([weight])
+    >>> weight.grad = torch.ones(8, 8)
+    >>> ours.step()
+    >>> theirs.load_state_dict(to_torch(ours))
+    >>> round(theirs.state[weight]["exp_avg"][0, 0].item(), 6)
+    0.1
+    """
+    if kind not in _TORCH_FORMS:
+        raise ValueError(f"unknown torch optimizer {kind!r}. Choose one of {', '.join(_TORCH_FORMS)}.")
+    form = _TORCH_FORMS[kind]
+    packed = optimizer.state_dict()["param_groups"]
+    keys = [key for group in packed for key in group["params"]]
+    state = {}
+    for key, member in zip(keys, groups.members(optimizer.param_groups)):
+        if held := optimizer.state.get(member.param):
+            converted = migrate.convert(migrate.holding_of(member, dict(held)), parse(form.configuration))
+            entry = form.write(converted)
+            if member.param.is_complex():
+                entry = {name: torch.view_as_complex(t) if t.dim() else t for name, t in entry.items()}
+            state[key] = entry
+    defaults = form.optimizer([nn.Parameter(torch.zeros(1))]).defaults
+    return {"state": state, "param_groups": [_written_group(group, defaults) for group in packed]}
+
+
+def _written_group(group: Group, defaults: dict[str, Any]) -> Group:
+    written = {key: group.get(key, default) for key, default in defaults.items()}
+    if "momentum" in defaults:
+        written["momentum"] = group["betas"][0]
+    if "d" in defaults:
+        written["d"], written["eps"] = group["clip_threshold"], group["adafactor_eps"]
+    return written | {key: group[key] for key in ("params", "param_names") if key in group}
+
+
+def _fp32(tensor: Tensor) -> Tensor:
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.detach().to(torch.float32)
+
+
+def _write_adam(state: ParamState) -> dict[str, Any]:
+    return {"step": torch.tensor(float(state["v.age"])), "exp_avg": state["m"], "exp_avg_sq": state["v"]}
+
+
+def _write_sgd(state: ParamState) -> dict[str, Any]:
+    return {"momentum_buffer": state["m"]}
+
+
+def _write_adafactor(state: ParamState) -> dict[str, Any]:
+    if "v" in state:
+        return {"step": state["v.age"], "variance": state["v"]}
+    return {"step": state["v.age"], "row_var": state["v.row"].unsqueeze(-1), "col_var": state["v.col"].unsqueeze(-2)}
+
+
+class _TorchForm(NamedTuple):
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    configuration: str
+    write: Callable[[ParamState], dict[str, Any]]
+
+
+_TORCH_FORMS = {
+    "adamw": _TorchForm(torch.optim.AdamW, "adamw-32", _write_adam),
+    "adam": _TorchForm(torch.optim.Adam, "adam-32", _write_adam),
+    "sgd": _TorchForm(torch.optim.SGD, "sgdm-32", _write_sgd),
+    "adafactor": _TorchForm(torch.optim.Adafactor, "adafactor-32", _write_adafactor),
+}

@@ -1,0 +1,121 @@
+"""What every configuration would hold for a model, from shapes alone: no training, no memory.
+
+>>> rows = estimate({"embed.weight": (50257, 768), "norm.weight": (768,)}, [parse("adamw-16"), parse("adafactor-32")])
+>>> [(row.configuration.alias, row.state_bytes) for row in rows]
+[('adamw-16', 154395648), ('adafactor-32', 207180)]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from baoc.core.configuration import CATALOG, REFERENCE, Configuration, parse
+from baoc.core.plan import canonical_name
+from baoc.core.spec import Shape, real_shape
+
+
+class EstimateError(ValueError):
+    """A model, or a choice of its tensors, about which there is nothing to estimate."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one configuration would hold if it had all parameters."""
+
+    configuration: Configuration
+    parameters: int
+    state_bytes: int
+    state_bytes_per_rank: int  # on the rank that holds most
+    reference_bytes: int  # what AdamW16 would hold on one process
+
+    @property
+    def share_of_reference(self) -> float:
+        return self.state_bytes / self.reference_bytes
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        return self.state_bytes / self.parameters
+
+
+def estimate(
+    shapes: Mapping[str, Shape], configurations: Iterable[Configuration | str] = CATALOG, *, world_size: int = 1
+) -> list[Estimate]:
+    """One estimate for each configuration, in their order.
+
+    With a ``world_size``, parameters are sharded on dim 0 as FSDP2 does.
+
+    >>> [row] = estimate({"weight": (1000, 512)}, ["adamw-16"], world_size=8)
+    >>> row.state_bytes, row.state_bytes_per_rank
+    (2048000, 256000)
+    >>> row.share_of_reference, row.bytes_per_parameter
+    (1.0, 4.0)
+    """
+    if world_size < 1:
+        raise EstimateError(f"the world size is {world_size}; it must be at least 1.")
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    if not parameters:
+        raise EstimateError("there are no parameters to estimate: every tensor is excluded or empty.")
+    return [
+        Estimate(
+            configuration=configuration,
+            parameters=parameters,
+            state_bytes=_bytes(shapes, configuration),
+            state_bytes_per_rank=_bytes_on_first_rank(shapes, configuration, world_size),
+            reference_bytes=_bytes(shapes, REFERENCE),
+        )
+        for configuration in map(parse, configurations)
+    ]
+
+
+def trainable_shapes(model: nn.Module) -> dict[str, Shape]:
+    """Name -> shape of everything an optimizer would be given. Tied weights are there once, under their first name.
+
+    >>> model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2).requires_grad_(False))
+    >>> trainable_shapes(model)
+    {'0.weight': (2, 3), '0.bias': (2,)}
+    """
+    shapes: dict[str, Shape] = {}
+    for name, param in model.named_parameters():
+        if is_lazy(param):
+            raise EstimateError(f"{name!r} has no shape yet: it belongs to a lazy module. Run the model once before.")
+        if param.requires_grad:
+            shapes[canonical_name(name)] = real_shape(param)
+    if not shapes:
+        raise EstimateError(f"{type(model).__name__} has no trainable parameters: all have requires_grad=False.")
+    return shapes
+
+
+def split_excluded(shapes: Mapping[str, Shape], patterns: Sequence[str]) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """What is left and what is excluded, by patterns on names such as ``*.bias``. Every pattern must match something.
+
+    >>> split_excluded({"norm.weight": (8,), "head.weight": (10, 8)}, ["norm.*"])
+    ({'head.weight': (10, 8)}, {'norm.weight': (8,)})
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in shapes):
+            close = get_close_matches(pattern, shapes, n=3, cutoff=0.0)
+            raise EstimateError(f"no trainable tensor matches {pattern!r}. The closest names: {', '.join(close)}.")
+    excluded = {name for name in shapes if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    return (
+        {name: shape for name, shape in shapes.items() if name not in excluded},
+        {name: shape for name, shape in shapes.items() if name in excluded},
+    )
+
+
+def _bytes(shapes: Mapping[str, Shape], configuration: Configuration) -> int:
+    return sum(configuration.state_bytes(shape) for shape in shapes.values())
+
+
+def _bytes_on_first_rank(shapes: Mapping[str, Shape], configuration: Configuration, world_size: int) -> int:
+    # FSDP2 cuts dim 0 as torch.chunk does, so rank 0 has the most rows of every tensor. 0-d tensors are not cut.
+    return sum(
+        configuration.state_bytes(shape, rows=-(-shape[0] // world_size) if shape else None)
+        for shape in shapes.values()
+    )

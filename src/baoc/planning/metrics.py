@@ -1,0 +1,230 @@
+"""The paper's diagnostics of a block, from the sampled streams of its tensors (Sec. 3.3, Eq. 4 to 8).
+
+Samples are weighted by how many elements they stand for, because small tensors are sampled more densely. With the
+paper's plain sampling all weights are equal, and these are its formulas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baoc.core.codecs import CODECS
+from baoc.core.configuration import Configuration, parse
+from baoc.core.spec import NEAREST, Codec, Hyper, Slot, WholeCodec
+from baoc.profiling.profile import Array, Profile, TensorRecord
+
+EPSILON = 1e-12  # App. A.1
+BETA_RHO = 0.9
+
+
+class Metrics:
+    """One block's diagnostics at the end of the warm-up: the paper's z_i, and what else the streams tell of it."""
+
+    def __init__(self, profile: Profile, names: Iterable[str], hyper: Hyper, *, epsilon: float = EPSILON) -> None:
+        self._records = [profile.records[name] for name in names if profile.records[name].numel]
+        self._steps, self._hyper, self._epsilon = profile.steps, hyper, epsilon
+        samples = sum(len(record.second) for record in self._records)
+        elements = sum(record.numel for record in self._records)
+        # relative to the block's mean: where all are equal they are 1, and an epsilon weighs what it does in the paper
+        self._weight = {r.name: r.weight * samples / elements for r in self._records}
+        self._weights = self._joined("weights")
+        first, second, values = (self._joined(key) for key in ("first", "second", "values"))
+        self._first = first
+        none = np.zeros(max((len(record.dots) for record in self._records), default=0))
+        squares = sum((self._weight[r.name] * r.squares for r in self._records), none)
+        dots = sum((self._weight[r.name] * r.dots for r in self._records), none)
+        self._stored: dict[tuple[str, str], Tensor] = {}
+        self._exact: tuple[object, Array, float] | None = None
+
+        self.has_signal = bool((second > 0).any())
+        """Some sampled gradient was not zero. Without, every other number is meaningless."""
+        self.anisotropy = anisotropy(second, self._weights, epsilon)
+        self.direction_stability = direction_stability(dots, squares, epsilon)
+        self.snr = snr(first, second, self._weights, epsilon)
+        self.distortion = distortion(second, values, self._weights, epsilon)
+        self.structure_residual = structure_residual(
+            self._records, [self._weight[r.name] for r in self._records], epsilon
+        )
+        """``None`` without a matrix."""
+
+    def precision(self, bits: int) -> float:
+        """Q(b) of the paper: AdamW's update at this state precision against its fp32 one."""
+        return self.alignment(parse(f"adamw-{bits}"))
+
+    def alignment(self, configuration: Configuration) -> float:
+        """Eq. 8: cosine between the update with exact state and the one with the configuration's own codecs.
+
+        A codec's exact twin is fp32; a factored codec's is the fp32 factorization, whose error is Eq. 7's business.
+        """
+        stored = {slot.name: configuration.codec(slot.name) for slot in configuration.mechanism.slots}
+        exact = {name: CODECS["fp32" if codec.pointwise else "factored"] for name, codec in stored.items()}
+        u32, exact_norm = self._exact_direction(configuration, exact)
+        if exact_norm == 0 or not stored:
+            return 1.0  # nothing moves or nothing is stored, so nothing is lost
+        ub = self._direction(configuration, stored)
+        stored_norm = _norm(ub, self._weights)
+        if stored_norm == 0:
+            return 0.0
+        # unit vectors: an absolute epsilon would be taken for a loss where updates are small, as SGD's are
+        return float((self._weights * (u32 / exact_norm)) @ (ub / stored_norm)) / (1 + self._epsilon)
+
+    def update_rms(self, configuration: Configuration) -> float:
+        """RMS of a configuration's typical update in units of lr, had it run on these gradients from the start."""
+        mechanism = configuration.mechanism
+        hyper = dataclasses.replace(self._hyper, lr=max(self._hyper.lr, 1e-30), lr_scale=1.0)
+        ages = {"m": self._steps, "v": self._steps}
+        scalars = mechanism.scalars(hyper, ages)
+        square = 0.0
+        for record in self._records:
+            direction = mechanism.expected_direction(
+                {"m": torch.from_numpy(record.first), "v": torch.from_numpy(record.second)}, ages, hyper
+            )
+            assert direction is not None  # both moments are known
+            rms = direction.square().mean().sqrt()
+            if mechanism.normalizes:
+                rms = rms * mechanism.step_factor(rms, torch.from_numpy(record.values).square().mean().sqrt(), scalars)
+            square += record.numel * float(rms * scalars["step"] / hyper.lr) ** 2
+        return math.sqrt(square / max(1, sum(record.numel for record in self._records)))
+
+    def _exact_direction(self, configuration: Configuration, codecs: dict[str, Codec]) -> tuple[Array, float]:
+        """The update with exact state and its norm. The last one is kept: a mechanism's candidates come together."""
+        key = (configuration.mechanism_name, codecs)
+        if self._exact is None or self._exact[0] != key:
+            direction = self._direction(configuration, codecs)
+            self._exact = (key, direction, _norm(direction, self._weights))
+        return self._exact[1:]
+
+    def _direction(self, configuration: Configuration, codecs: dict[str, Codec]) -> Array:
+        mechanism = configuration.mechanism
+        ages = {slot.name: self._steps for slot in mechanism.slots}
+        slots = {
+            slot.name: self._read_back(slot, codecs[slot.name]) * mechanism.mass(slot.name, self._steps, self._hyper)
+            for slot in mechanism.slots
+        }
+        grad = torch.from_numpy(self._first)
+        direction: Array = mechanism.direction(grad, slots, mechanism.scalars(self._hyper, ages)).double().numpy()
+        return direction
+
+    def _read_back(self, slot: Slot, codec: Codec) -> Tensor:
+        """The block's samples of a moment after a codec has stored them. Codecs do not care for a common factor."""
+        key = (slot.name, codec.name)
+        if key not in self._stored:
+            parts = [stored_and_read(r, r.first if slot.name == "m" else r.second, codec, slot) for r in self._records]
+            self._stored[key] = torch.cat(parts) if parts else torch.zeros(0)
+        return self._stored[key]
+
+    def _joined(self, key: str) -> Array:
+        if key == "weights":
+            parts = [np.full(len(record.second), self._weight[record.name]) for record in self._records]
+        else:
+            parts = [getattr(record, key) for record in self._records]
+        return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def anisotropy(second: Array, weights: Array, epsilon: float = EPSILON) -> float:
+    """Eq. 4: log-ratio of the 90% and the 10% quantile of the second moment."""
+    if not len(second):
+        return 0.0
+    low, high = weighted_quantiles(second, weights, (0.1, 0.9))
+    return math.log((high + epsilon) / (low + epsilon))
+
+
+def direction_stability(dots: Array, squares: Array, epsilon: float = EPSILON, beta: float = BETA_RHO) -> float:
+    """Eq. 5, left: EMA of the cosine between successive gradients, divided by its mass. A zero norm counts as 0."""
+    mean, mass = 0.0, 0.0
+    for dot, square, previous in zip(dots[1:], squares[1:], squares[:-1]):
+        cosine = float(dot) / (math.sqrt(square) * math.sqrt(previous) + epsilon)
+        cosine = min(max(cosine, -1.0), 1.0)  # all three are rounded
+        mean = beta * mean + (1 - beta) * cosine
+        mass = beta * mass + (1 - beta)
+    return mean / mass if mass else 0.0
+
+
+def snr(first: Array, second: Array, weights: Array, epsilon: float = EPSILON) -> float:
+    """Eq. 5, right: how much of the squared gradient is its mean."""
+    return float((weights * first**2).sum() / ((weights * second).sum() + epsilon))
+
+
+def distortion(second: Array, values: Array, weights: Array, epsilon: float = EPSILON) -> float:
+    """Eq. 6: how far the preconditioner is from a multiple of one, as seen by the weights it would decay."""
+    if not len(second):
+        return 0.0
+    preconditioner = 1 / (np.sqrt(second) + epsilon)
+    relative = preconditioner / np.average(preconditioner, weights=weights) - 1
+    return _norm(relative * values, weights) / (_norm(values, weights) + epsilon)
+
+
+def structure_residual(
+    records: Sequence[TensorRecord], weights: Sequence[float], epsilon: float = EPSILON
+) -> float | None:
+    """Eq. 7: relative error of the rank-1 estimate from row and column means, over all sampled matrices."""
+    error = total = 0.0
+    found = False
+    for record, weight in zip(records, weights):
+        for matrix in sampled_matrices(record, record.second)[0]:
+            rows, cols = matrix.mean(1, keepdims=True), matrix.mean(0, keepdims=True)
+            estimate = rows * cols / max(float(matrix.mean()), np.finfo(np.float64).tiny)
+            error += weight * float(((matrix - estimate) ** 2).sum())
+            total += weight * float((matrix**2).sum())
+            found = True
+    return math.sqrt(error) / (math.sqrt(total) + epsilon) if found else None
+
+
+def stored_and_read(record: TensorRecord, samples: Array, codec: Codec, slot: Slot) -> Tensor:
+    """Samples as they come back from the codec that this tensor would really use."""
+    codec = codec.resolve(record.shape)
+    value = torch.from_numpy(samples).float()
+    if len(value) == record.numel:
+        return _round_trip(value.view(record.shape or (1,)), codec, slot).flatten()
+    if not isinstance(codec, WholeCodec):
+        # a group runs over several short rows, or over several small matrices as a convolution's
+        trailing = math.prod(record.shape[1:])
+        cols = record.grid[2] * max(1, min(256, trailing) // record.shape[-1]) if len(record.shape) > 1 else 1
+        padded = torch.nn.functional.pad(value, (0, -len(value) % cols)).view(-1, cols)
+        return _round_trip(padded, codec, slot).flatten()[: len(value)]
+    matrices, tail = sampled_matrices(record, samples)
+    if len(record.shape) > 2:  # the factors of many matrices are stored as one tensor, in groups over several of them
+        whole = sum(len(matrix) == record.grid[1] for matrix in matrices)
+        matrices = [*([np.stack(matrices[:whole])[None]] if whole else []), *matrices[whole:]]
+    back = [_round_trip(torch.from_numpy(matrix).float(), codec, slot).flatten() for matrix in matrices]
+    return torch.cat([*back, torch.from_numpy(tail).float()])
+
+
+def _round_trip(value: Tensor, codec: Codec, slot: Slot) -> Tensor:
+    buffers = {b.name: torch.zeros(b.shape, dtype=b.dtype) for b in codec.layout(tuple(value.shape), slot)}
+    codec.encode(buffers, slice(0, len(value)), value, NEAREST)
+    return codec.decode(buffers, slice(0, len(value)))
+
+
+def sampled_matrices(record: TensorRecord, samples: Array) -> tuple[list[Array], Array]:
+    """Samples as the matrices they come from, full rows of the grid only, and the rest. A vector has none."""
+    if len(record.shape) < 2:
+        return [], samples
+    _, rows, cols = record.grid
+    cut = len(samples) // cols * cols
+    full = samples[:cut].reshape(-1, cols)
+    return [full[start : start + rows] for start in range(0, len(full), rows)], samples[cut:]
+
+
+def weighted_quantiles(x: Array, weights: Array, at: Sequence[float]) -> list[float]:
+    """Quantiles of a weighted sample, interpolated as ``numpy.quantile`` does for equal weights.
+
+    >>> weighted_quantiles(np.array([3.0, 1.0, 2.0]), np.ones(3), [0.0, 0.25, 1.0])
+    [1.0, 1.5, 3.0]
+    """
+    order = np.lexsort((weights, x))
+    x, weights = x[order], weights[order]
+    middle = np.cumsum(weights) - 0.5 * weights  # the centre of each sample's share
+    span = middle[-1] - middle[0]
+    position = (middle - middle[0]) / span if span > 0 else np.zeros_like(middle)
+    return [float(value) for value in np.interp(at, position, x)]
+
+
+def _norm(x: Array, weights: Array) -> float:
+    return math.sqrt(float((weights * x**2).sum()))

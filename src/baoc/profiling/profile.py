@@ -1,0 +1,141 @@
+"""What a warm-up learned about a model, in one file: it answers any budget later, without the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baoc.core.spec import Shape
+from baoc.profiling.sampling import Sampler
+
+FORMAT = "baoc.profile"
+VERSION = 1
+
+Array = NDArray[np.float64]
+
+
+class ProfileError(ValueError):
+    """A file that is not a profile, or a profile without observations."""
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """The sampled stream of one parameter at the end of the warm-up."""
+
+    name: str
+    shape: Shape
+    grid: tuple[int, int, int]  # matrices, rows, columns; samples are its first entries, row by row
+    first: Array  # (count,) mean gradient: the EMA of Eq. 3 divided by its mass
+    second: Array  # (count,) mean squared gradient, likewise
+    values: Array  # (count,) the parameter itself
+    dots: Array  # (steps,) <g_t, g_t-1> of the last steps; the first entry has no predecessor here
+    squares: Array  # (steps,) |g_t|^2, likewise
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def weight(self) -> float:
+        """How many elements one sample stands for. Tensors below the floor are sampled more densely."""
+        return self.numel / max(1, len(self.second))
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Records of every parameter, in the model's order, and how they were taken.
+
+    >>> weight = torch.nn.Parameter(torch.ones(64, 64))
+    >>> sampler = Sampler({"weight": weight})
+    >>> weight.grad = torch.ones(64, 64)
+    >>> _ = sampler.observe({"weight": weight})
+    >>> profile = Profile.from_sampler(sampler, {"weight": weight})
+    >>> round(float(profile.records["weight"].second.mean()), 2)
+    1.0
+    """
+
+    records: Mapping[str, TensorRecord]
+    steps: int
+    skipped: int  # steps with non-finite gradients
+    seed: int
+    ratio: float
+    betas: tuple[float, float]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return {name: record.shape for name, record in self.records.items()}
+
+    def with_names(self, rename: Callable[[str], str]) -> Profile:
+        """The same records under other names."""
+        return replace(self, records={rename(name): record for name, record in self.records.items()})
+
+    @classmethod
+    def from_sampler(cls, sampler: Sampler, params: Mapping[str, Tensor]) -> Profile:
+        if not sampler.steps:
+            raise ProfileError(
+                f"no gradients were observed ({sampler.skipped} steps had non-finite ones). Call step() with gradients "
+                "before planning."
+            )
+        masses = [1 - beta**sampler.steps for beta in sampler.betas]  # a short warm-up would inflate the SNR otherwise
+        records = {}
+        for name, stream in sampler.streams.items():
+            param = params[name].detach()
+            values = stream.coordinates.take(torch.view_as_real(param) if param.is_complex() else param)
+            records[name] = TensorRecord(
+                name=name,
+                shape=stream.coordinates.shape,
+                grid=stream.coordinates.grid,
+                first=_array(stream.first) / masses[0],
+                second=_array(stream.second) / masses[1],
+                values=_array(values),
+                dots=_array(stream.dots),
+                squares=_array(stream.squares),
+            )
+        return cls(records, sampler.steps, sampler.skipped, sampler.seed, sampler.ratio, sampler.betas)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        records = []
+        for record in self.records.values():
+            fields = asdict(record)
+            records.append({k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in fields.items()})
+        settings = {name: getattr(self, name) for name in ("steps", "skipped", "seed", "ratio", "betas")}
+        torch.save({"format": FORMAT, "version": VERSION, "records": records, **settings}, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        try:
+            content: Any = torch.load(path, weights_only=True)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise ProfileError(f"{os.fspath(path)!r} is not a profile: {type(error).__name__}.") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ProfileError(f'{os.fspath(path)!r} is not a profile: it has no "format": "{FORMAT}".')
+        version = content.get("version")
+        if version != VERSION:
+            raise ProfileError(f"the profile has version {version}, and this baoc reads version {VERSION}.")
+        try:
+            return cls._read(content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ProfileError(f"{os.fspath(path)!r} is a damaged profile: {type(error).__name__}: {error}.") from None
+
+    @classmethod
+    def _read(cls, content: Mapping[str, Any]) -> Profile:
+        records: dict[str, TensorRecord] = {}
+        for saved in content["records"]:
+            fields: dict[str, Any] = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in saved.items()}
+            fields |= {"shape": tuple(fields["shape"]), "grid": tuple(fields["grid"])}
+            records[fields["name"]] = TensorRecord(**fields)
+        settings = {name: content[name] for name in ("steps", "skipped", "seed", "ratio")}
+        return cls(records, betas=tuple(content["betas"]), **settings)
+
+
+def _array(tensor: Tensor) -> Array:
+    return tensor.double().cpu().numpy()

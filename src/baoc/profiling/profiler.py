@@ -1,0 +1,168 @@
+"""Take a profile without BAOC: a short warm-up of your model, or watching a training loop that you have already."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from baoc.core.plan import canonical_name
+from baoc.core.spec import DEFAULT_BETAS
+from baoc.optim.optimizer import BlockOptimizer
+from baoc.profiling.coordinates import RATIO
+from baoc.profiling.profile import Profile, ProfileError
+from baoc.profiling.sampling import Sampler
+
+logger = logging.getLogger("baoc")
+
+WARMUP_CONFIGURATION = "adamw-16"
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""``loss_fn(model, batch)``: a scalar to call ``backward()`` on."""
+
+
+class Profiler:
+    """Watches the gradients of a training loop, whatever its optimizer.
+
+    ``params`` is a module (its trainable parameters) or a mapping from names to parameters.
+
+    >>> model = nn.Linear(8, 4)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> profiler = Profiler(model).attach(optimizer)
+    >>> for _ in range(3):
+    ...     model(torch.randn(2, 8)).square().mean().backward()
+    ...     _ = optimizer.step()
+    ...     optimizer.zero_grad()
+    >>> profiler.detach()
+    >>> profiler.steps, list(profiler.profile().records)
+    (3, ['weight', 'bias'])
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Mapping[str, Tensor],
+        *,
+        ratio: float = RATIO,
+        seed: int = 0,
+        betas: tuple[float, float] = DEFAULT_BETAS,
+    ) -> None:
+        named = dict(params.named_parameters()) if isinstance(params, nn.Module) else dict(params)
+        self._params = {canonical_name(name): param for name, param in named.items() if param.requires_grad}
+        if not self._params:
+            raise ProfileError("there is nothing to profile: no parameter is trainable (requires_grad=True).")
+        self._sampler = Sampler(self._params, ratio=ratio, seed=seed, betas=betas)
+        self._handle: RemovableHandle | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps observed so far; those with non-finite gradients do not count."""
+        return self._sampler.steps
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> Profiler:
+        """Observe before each ``optimizer.step()``. A closure computes its gradients too late to be seen."""
+        if self._handle is not None:
+            raise RuntimeError("this profiler is attached to an optimizer already. Call detach() first.")
+        self._handle = optimizer.register_step_pre_hook(lambda *_: self._observe_for_hook())
+        return self
+
+    def detach(self) -> None:
+        """Stop observing. What was seen stays."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def observe(self) -> bool:
+        """Take in the gradients as they are now; False if they are not finite and were skipped."""
+        finite = self._sampler.observe(self._params)
+        if not finite:
+            logger.warning("skipped a step with non-finite gradients (%d so far)", self._sampler.skipped)
+        return finite
+
+    def profile(self) -> Profile:
+        """What was learned so far."""
+        return Profile.from_sampler(self._sampler, self._params)
+
+    def _observe_for_hook(self) -> None:
+        self.observe()  # a hook's result would replace the arguments of step()
+
+
+def profile(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batches: Iterable[Any],
+    *,
+    steps: int = 50,
+    lr: float = 1e-3,
+    weight_decay: float = 0.01,
+    betas: tuple[float, float] = DEFAULT_BETAS,
+    ratio: float = RATIO,
+    seed: int = 0,
+    optimizer: torch.optim.Optimizer | None = None,
+    on_step: Callable[[int, int, float], None] | None = None,
+) -> Profile:
+    """Train for a few steps and record what the gradients are like. This changes the model's weights.
+
+    Args:
+        model: only its trainable parameters are profiled.
+        loss_fn: ``loss_fn(model, batch)`` returns the loss.
+        batches: a list, a DataLoader or any other iterable. What can be iterated again is, if it is shorter than
+            ``steps``; an iterator is used up to its end.
+        steps: how many.
+        lr: of the AdamW16 that the warm-up is trained with, unless ``optimizer`` is given.
+        weight_decay: likewise.
+        betas: likewise; also the decay of the sampled moments.
+        ratio: which share of each tensor is followed.
+        seed: of the choice of coordinates.
+        optimizer: what to train with instead.
+        on_step: called as ``on_step(step, steps, loss)`` after each step.
+
+    >>> model = nn.Linear(8, 4)
+    >>> seen = profile(model, lambda model, batch: model(batch).square().mean(), [torch.randn(2, 8)], steps=5)
+    >>> seen.steps, seen.shapes
+    (5, {'weight': (4, 8), 'bias': (4,)})
+    """
+    if steps < 1:
+        raise ProfileError(f"steps is {steps}; at least one gradient must be seen.")
+    profiler = Profiler(model, ratio=ratio, seed=seed, betas=betas)
+    if optimizer is None:
+        optimizer = BlockOptimizer(model, lr=lr, betas=betas, weight_decay=weight_decay, plan=WARMUP_CONFIGURATION)
+    optimizer.zero_grad()
+    taken = 0
+    for batch in _cycle(batches, steps):
+        loss = loss_fn(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ProfileError(f"the loss function returned {kind}. It must return a tensor with one element.")
+        if not loss.requires_grad:
+            raise ProfileError("the loss does not depend on any trainable parameter, so it has no gradient.")
+        loss.backward()  # type: ignore[no-untyped-call]
+        if profiler.observe():  # a non-finite step would spoil the weights, and with them all steps after it
+            optimizer.step()
+        optimizer.zero_grad()
+        taken += 1
+        if on_step is not None:
+            on_step(taken, steps, float(loss.detach()))
+    if taken < steps:
+        logger.warning("the batches ended after %d of %d steps; the profile is of these.", taken, steps)
+    return profiler.profile()
+
+
+def _cycle(batches: Iterable[Any], steps: int) -> Iterator[Any]:
+    """Up to ``steps`` batches, starting over where that is possible."""
+    taken = 0
+    while taken < steps:
+        before = taken
+        source = iter(batches)
+        for batch in source:
+            yield batch
+            taken += 1
+            if taken == steps:
+                return
+        if not taken:
+            raise ProfileError("there are no batches: a warm-up needs at least one.")
+        if taken == before or source is batches:  # used up
+            return

@@ -1,0 +1,246 @@
+"""Sparse gradient streams: a few fixed coordinates of every parameter, followed through the warm-up (Sec. 3.1, Eq. 3).
+
+The sampler keeps moments of its own for those coordinates, so what it measures does not depend on what the warm-up
+itself is trained with. All of a device's streams lie end to end in a few tensors: a step is one gather per parameter, a
+few operations over everything, and one number for the host.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baoc.core.codecs import CODECS
+from baoc.core.spec import DEFAULT_BETAS, Rounding, Shape, real_shape, rounding_phase
+from baoc.profiling.coordinates import FLOOR, RATIO, Coordinates, draw, strata_places
+
+HISTORY = 64
+"""Steps whose dots and squares are kept. What is older has a weight below 0.2% in the mean that they are kept for."""
+STATE_VERSION = 2
+_SETTINGS = ("ratio", "floor", "seed", "betas", "codec")
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_SLOTS = ("first", "second", "previous")
+_TILE = 1 << 15  # elements: few enough for a core's cache, and not worth a second thread
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What is kept of one tensor's sampled gradients, as fp32."""
+
+    coordinates: Coordinates
+    first: Tensor  # (count,) EMA of g, not yet divided by its mass
+    second: Tensor  # (count,) EMA of g * g
+    previous: Tensor  # (count,)
+    dots: Tensor  # (steps,) <g_t, g_t-1>, of the last HISTORY steps at most
+    squares: Tensor  # (steps,) |g_t|^2, likewise
+
+
+class Sampler:
+    """Follows the gradients of named parameters at fixed coordinates.
+
+    ``codec`` is how moments are stored: ``"bf16"``, rounded so that they are right on average, or ``"fp32"``.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(100, 100))
+    >>> sampler = Sampler({"weight": weight}, seed=0)
+    >>> weight.grad = torch.ones(100, 100)
+    >>> sampler.observe({"weight": weight})
+    True
+    >>> sampler.steps, sampler.streams["weight"].coordinates.count
+    (1, 256)
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        *,
+        ratio: float = RATIO,
+        floor: int = FLOOR,
+        seed: int = 0,
+        betas: tuple[float, float] = DEFAULT_BETAS,
+        codec: str = "bf16",
+    ) -> None:
+        if not 0 < ratio <= 1:
+            raise ValueError(
+                f"the sampling ratio is {ratio}; it must be above 0 and at most 1 (the paper's is {RATIO})."
+            )
+        if codec not in _DTYPES:
+            raise ValueError(f"samples cannot be stored as {codec!r}. Choose one of {', '.join(_DTYPES)}.")
+        self.ratio, self.floor, self.seed, self.betas, self.codec = ratio, floor, seed, betas, codec
+        self.steps = 0
+        self.skipped = 0
+        generator = torch.Generator("cpu").manual_seed(seed)
+        drawn = {name: draw(real_shape(param), generator, ratio, floor) for name, param in params.items()}
+        devices = dict.fromkeys(param.device for param in params.values())
+        self._parts = [
+            _Part({name: drawn[name] for name, param in params.items() if param.device == device}, device, codec)
+            for device in devices
+        ]
+        self._names = tuple(params)
+
+    @property
+    def nbytes(self) -> int:
+        """What the sampler holds, from the first step to the last."""
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def streams(self) -> dict[str, Stream]:
+        """All streams by name, in the order of the parameters."""
+        streams = {name: stream for part in self._parts for name, stream in part.streams(self.steps).items()}
+        return {name: streams[name] for name in self._names}
+
+    @torch.no_grad()
+    def observe(self, params: Mapping[str, Tensor]) -> bool:
+        """Take in the gradients as the optimizer sees them. A step with a non-finite one is skipped and counted."""
+        taken = [part.gather(params) for part in self._parts]
+        sums = [part.dots_and_squares(grad) for part, grad in zip(self._parts, taken)]
+        # a square that overflows fp32 would stay in the second moment for good
+        if not all(bool(both.isfinite().all()) for both in sums):
+            self.skipped += 1
+            return False
+        for part, grad, both in zip(self._parts, taken, sums):
+            part.absorb(grad, both, self.steps, self.betas)
+        self.steps += 1
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and the live tensors. Coordinates are not in it: the seed draws them again."""
+        return {
+            "version": STATE_VERSION,
+            **{name: getattr(self, name) for name in _SETTINGS},
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "names": list(self._names),
+            "parts": [part.state_dict() for part in self._parts],
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> Sampler:
+        """Go on where another sampler stopped, on whichever devices the parameters are now."""
+        version = state.get("version", 1)
+        if version != STATE_VERSION:
+            raise ValueError(
+                f"the checkpoint's samples have version {version}, and this baoc reads version {STATE_VERSION}. End "
+                "the warm-up with the baoc that began it."
+            )
+        sampler = cls({name: params[name] for name in state["names"]}, **{name: state[name] for name in _SETTINGS})
+        sampler.steps, sampler.skipped = state["steps"], state["skipped"]
+        counts = {name: count for part in sampler._parts for name, count in part.counts.items()}
+        saved: dict[str, dict[str, Tensor]] = {}
+        for part in state["parts"]:
+            pieces = [part[slot].split([counts[name] for name in part["names"]]) for slot in _SLOTS]
+            for name, *piece in zip(part["names"], *pieces, part["history"].unbind(-1)):
+                saved[name] = dict(zip((*_SLOTS, "history"), piece))
+        for part in sampler._parts:
+            part.load(saved)
+        return sampler
+
+
+@dataclass(frozen=True)
+class _Shared(Rounding):
+    """Dithering whose noise is made once for both moments of a tile."""
+
+    made: Tensor | None = None
+
+    @classmethod
+    def at(cls, step: int, rows: slice, device: torch.device) -> _Shared:
+        phase = rounding_phase(step, 0)
+        return cls(phase, made=Rounding(phase).noise(rows.start, (rows.stop - rows.start,), device))
+
+    def noise(self, first_row: int, shape: Shape, device: torch.device) -> Tensor:
+        assert self.made is not None and self.made.shape == shape
+        return self.made
+
+
+class _Part:
+    """The streams of one device, end to end."""
+
+    def __init__(self, coordinates: Mapping[str, Coordinates], device: torch.device, codec: str) -> None:
+        self.device = device
+        self._coordinates = dict(coordinates)
+        self._codec = CODECS[codec]
+        self._size = sum(self.counts.values())
+        self._slots = {slot: torch.zeros(self._size, dtype=_DTYPES[codec], device=device) for slot in _SLOTS}
+        self._history = torch.zeros(2, HISTORY, len(coordinates), device=device)
+        self._lengths = torch.tensor(list(self.counts.values()), device=device)
+        axes = [axis for each in coordinates.values() for axis in each.axes]
+        starts = itertools.accumulate((axis.count for axis in axes), initial=0)
+        # with the shift less what comes before an axis, one arange serves all of them
+        table = [
+            (axis.count, axis.shift - start * axis.step, axis.step, axis.size) for axis, start in zip(axes, starts)
+        ]
+        self._axes = torch.tensor(table, dtype=torch.int64, device="cpu").view(-1, 4).t().contiguous().to(device)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: each.count for name, each in self._coordinates.items()}
+
+    @property
+    def nbytes(self) -> int:
+        held = (*self._slots.values(), self._history, self._lengths, self._axes)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def gather(self, params: Mapping[str, Tensor]) -> Tensor:
+        """The sampled gradients of all streams as fp32; a missing one counts as zero."""
+        taken = torch.zeros(self._size, device=self.device)
+        places = iter(self._places())
+        for (name, coordinates), into in zip(self._coordinates.items(), self._split(taken)):
+            mine = [next(places) for _ in coordinates.axes]
+            grad = params[name].grad
+            if grad is not None:
+                coordinates.take_into(into, torch.view_as_real(grad) if grad.is_complex() else grad, mine)
+        return taken
+
+    def dots_and_squares(self, grad: Tensor) -> Tensor:
+        """<g, the previous g> and |g|^2 of every stream, shape ``(2, streams)``: summed in fp64, then rounded once."""
+        exact = grad.double()
+        dots = self._sums(exact * self._slots["previous"])
+        return torch.stack((dots, self._sums(exact.square_()))).float()
+
+    def absorb(self, grad: Tensor, dots_and_squares: Tensor, step: int, betas: tuple[float, float]) -> None:
+        """Take in the gradients of a step that is not to be skipped."""
+        self._history[:, step % HISTORY] = dots_and_squares
+        tile = _TILE if self.device.type == "cpu" else max(1, self._size)
+        for start in range(0, self._size, tile):
+            rows = slice(start, min(start + tile, self._size))
+            rounding = _Shared.at(step, rows, self.device)
+            for slot, beta, observed in zip(("first", "second"), betas, (grad[rows], grad[rows].square())):
+                stored = {"": self._slots[slot]}
+                # not fused: how a fused operation rounds is up to the device
+                value = self._codec.decode(stored, rows) * beta
+                value += observed * (1 - beta)
+                self._codec.encode(stored, rows, value, rounding)
+        self._slots["previous"].copy_(grad)
+
+    def streams(self, steps: int) -> dict[str, Stream]:
+        slots = [self._split(slot.float()) for slot in self._slots.values()]
+        in_order = self._history[:, :steps] if steps <= HISTORY else self._history.roll(-(steps % HISTORY), dims=1)
+        pieces = zip(*slots, *(kind.unbind(-1) for kind in in_order))
+        return {
+            name: Stream(coordinates, *piece) for (name, coordinates), piece in zip(self._coordinates.items(), pieces)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"names": list(self._coordinates), **self._slots, "history": self._history}
+
+    def load(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for slot, into in self._slots.items():
+            torch.cat([saved[name][slot].to(self.device) for name in self._coordinates], out=into)
+        torch.stack([saved[name]["history"].to(self.device) for name in self._coordinates], -1, out=self._history)
+
+    def _places(self) -> tuple[Tensor, ...]:
+        """Those of every axis of every stream. They are found anew at each step: held, they would be a tenth of all."""
+        sizes = [axis.count for each in self._coordinates.values() for axis in each.axes]
+        order = torch.arange(sum(sizes), device=self.device)
+        shift, step, size = self._axes[1:].repeat_interleave(self._axes[0], dim=1, output_size=len(order))
+        return torch.split(strata_places(order * step + shift, step, size), sizes)
+
+    def _sums(self, values: Tensor) -> Tensor:
+        return torch.segment_reduce(values, "sum", lengths=self._lengths, unsafe=True, initial=0)
+
+    def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(flat, list(self.counts.values()))

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from baoc.core.spec import DEFAULT_BETAS, Hyper, Shape
 from baoc.core.text import human_bytes
 from baoc.models import MODELS
+from baoc.optim.timing import StepRunner
 from baoc.planning import cost, partition, planner
 from baoc.planning.cost import TimeModel
 from baoc.planning.estimate import trainable_shapes
@@ -199,7 +200,7 @@ def _time_end(profile: Profile) -> dict[str, Any]:
     spent = dict.fromkeys(STAGES, 0.0)
     with _clocked(spent):
         began = time.perf_counter()
-        ready = Planner(profile.shapes, profile, Hyper(lr=1e-3, weight_decay=0.01), TimeModel())
+        ready = Planner(profile.shapes, profile, Hyper(lr=1e-3, weight_decay=0.01), TimeModel(StepRunner()))
         spent[_RISKS] = time.perf_counter() - began - math.fsum(spent.values())
         plan = ready.plan()
         total = time.perf_counter() - began

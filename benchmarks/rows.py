@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from baoc import BlockOptimizer
 from baoc.core.spec import Hyper
+from baoc.optim.timing import StepRunner
 from baoc.planning.cost import TimeModel
 from baoc.planning.planner import Planner
 from benchmarks.workloads import GPT2
@@ -86,7 +87,7 @@ def _uniform(configuration: str, params: Params) -> Optimizer:
 def _planned(budget: float, params: Params) -> Optimizer:
     """The plan that `baoc plan --dry-run` makes: no gradient is needed for it."""
     shapes = {name: tuple(param.shape) for name, param in params.items()}
-    plan = Planner(shapes, None, Hyper(LR), TimeModel()).plan(budget)
+    plan = Planner(shapes, None, Hyper(LR), TimeModel(StepRunner())).plan(budget)
     return BlockOptimizer(params.items(), LR, plan=plan)
 
 

@@ -18,7 +18,7 @@ import math
 import torch
 
 from baoc import BlockOptimizer, Configuration, parse, state_bytes
-from baoc.core.spec import Shape, WholeCodec
+from baoc.core.spec import Reach, Shape
 
 
 def bytes_moved(optimizer: torch.optim.Optimizer) -> int:
@@ -26,8 +26,8 @@ def bytes_moved(optimizer: torch.optim.Optimizer) -> int:
     moved = 2 * state_bytes(optimizer)
     for configuration, shape in _forms(optimizer):
         layout = configuration.layout(shape)
-        again = configuration.mechanism.normalizes
-        absorbs = any(isinstance(stored.codec, WholeCodec) for stored in layout.slots)
+        again = layout.mechanism.reach is Reach.SUMS
+        absorbs = any(stored.reach is Reach.SUMS for stored in layout.formats)
         param_accesses, gradient_reads = 2 + again, 1 + again + absorbs
         moved += 4 * math.prod(shape) * (param_accesses + gradient_reads) + again * layout.nbytes
     return moved

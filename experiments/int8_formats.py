@@ -10,18 +10,21 @@ loss with fp32's of the same seed.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import baoc
-from baoc.core.codecs import CODECS
-from baoc.core.codecs.int8 import Int8, from_groups, to_groups
-from baoc.core.spec import FP32_TINY, NOISE_ONE, Codec, Rounding, Shape
+from baoc.core.codecs import Format, Held
+from baoc.core.codecs.int8 import Int8, Int8Format, from_groups, to_groups
+from baoc.core.rounding import NOISE_ONE, Rounding
+from baoc.core.spec import FP32_TINY, Shape, Slot
 from experiments import corpus as corpora
 from experiments.tiny_gpt import test_loss, train
 
@@ -59,46 +62,64 @@ def curve(name: str, signed: bool) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.float64), *decades])
 
 
-class MappedInt8(Int8):
+@dataclass(frozen=True)
+class MappedInt8Format(Int8Format):
     """Int8 groups with any map and rounding. Slow: it searches a table."""
 
-    maps: Mapping[bool, Tensor]  # signed -> curve
-    constant_noise: int | None
+    map_name: str = "linear"
+    rounding_name: str = "nearest"
 
-    def resolve(self, shape: Shape) -> Codec:
-        resolved = super().resolve(shape)
-        return self if isinstance(resolved, Int8) else resolved
+    @functools.cached_property
+    def values(self) -> Tensor:
+        return curve(self.map_name, self.slot.signed).float()
 
-    def decode(self, buffers: Mapping[str, Tensor], rows: slice) -> Tensor:
-        codes = buffers["codes"][rows]
-        values = self.maps[codes.dtype == torch.int8][codes.int().abs()] * codes.sign()
-        return from_groups(to_groups(values) * buffers["scales"][rows].unsqueeze(-1), codes.shape)
+    def decode(self, held: Held, rows: slice) -> Tensor:
+        codes = held["codes"][rows]
+        values = self.values[codes.int().abs()] * codes.sign()
+        return from_groups(to_groups(values) * held["scales"][rows].unsqueeze(-1), codes.shape)
 
-    def encode(self, buffers: Mapping[str, Tensor], rows: slice, value: Tensor, rounding: Rounding) -> None:
-        codes = buffers["codes"][rows]
-        signed = codes.dtype == torch.int8
+    def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
+        codes, values, signed = held["codes"][rows], self.values, self.slot.signed
         grouped = to_groups(value)
         scales = grouped.abs().amax(-1, keepdim=True)
         ratio = grouped.abs() / scales.clamp(min=FP32_TINY)
-        values = self.maps[signed]
         below = (torch.bucketize(ratio, values, right=True) - 1).clamp(0, len(values) - 2)
         fraction = (ratio - values[below]) / (values[below + 1] - values[below])
-        noise: int | Tensor = self.constant_noise or 0
-        if self.constant_noise is None:
+        constant = ROUNDINGS[self.rounding_name]
+        noise: int | Tensor = constant or 0
+        if constant is None:
             noise = to_groups(rounding.noise(rows.start, tuple(value.shape), value.device))
         code = below + (fraction * NOISE_ONE + noise >= NOISE_ONE)
         code = code * grouped.sign().long() if signed else torch.where(ratio > 0, code.clamp(min=1), code)
         codes.copy_(from_groups(code, codes.shape))
-        buffers["scales"][rows].copy_(scales.squeeze(-1))
+        held["scales"][rows].copy_(scales.squeeze(-1))
+
+
+class MappedInt8(Int8):
+    """The codec of a map and a rounding, like ``companded-nearest``."""
+
+    def __init__(self, map_name: str, rounding_name: str) -> None:
+        self.name = f"{map_name}-{rounding_name}"  # type: ignore[misc]
+        self._map_name, self._rounding_name = map_name, rounding_name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MappedInt8) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def at(self, shape: Shape, slot: Slot, rows: int | None = None) -> Format:
+        stored = super().at(shape, slot, rows)
+        if type(stored) is not Int8Format:
+            return stored
+        return MappedInt8Format(slot, shape, rows, self._map_name, self._rounding_name)
 
 
 def register_formats() -> None:
-    """Give every map and rounding a codec name, like ``companded-nearest``."""
+    """Make every map with every rounding a codec."""
     for name in V_MAPS:
-        for rounding, noise in ROUNDINGS.items():
-            maps = {signed: curve(name, signed).float() for signed in (True, False)}
-            attributes = {"name": f"{name}-{rounding}", "maps": maps, "constant_noise": noise}
-            CODECS[f"{name}-{rounding}"] = type("MappedInt8", (MappedInt8,), attributes)()
+        for rounding in ROUNDINGS:
+            baoc.register_codec(MappedInt8(name, rounding))
 
 
 def fidelity(corpus: corpora.Corpus, seeds: Iterable[int], steps: int, lr: float) -> dict[str, list[float]]:

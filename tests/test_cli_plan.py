@@ -17,8 +17,9 @@ from torch import nn
 from baoc import BlockOptimizer, Plan
 from baoc.cli import main
 from baoc.cli.plan import Progress
+from baoc.plan import profile
 from baoc.profiling.profile import Profile, ProfileError
-from baoc.profiling.profiler import Profiler, profile
+from baoc.profiling.profiler import Profiler
 
 WORKLOAD = """
 import torch

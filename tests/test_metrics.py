@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc.core.codecs import CODECS
+from baoc.core.codecs import CODECS, Format
 from baoc.core.configuration import CATALOG, Configuration, parse
-from baoc.core.spec import NEAREST, Codec, Hyper, Slot
+from baoc.core.rounding import NEAREST
+from baoc.core.spec import Hyper
 from baoc.planning.metrics import Metrics
 from baoc.profiling.profile import Profile
 from baoc.profiling.sampling import Sampler
@@ -349,10 +350,10 @@ def test_precision_sensitivity(shapes, stream, bits):
     assert lost == pytest.approx(expected, rel=0.06 if bits == 16 else 0.02, abs=1e-9)
 
 
-def encoded(codec: Codec, slot: Slot, x: Tensor) -> Tensor:
-    buffers = {b.name: torch.zeros(b.shape, dtype=b.dtype) for b in codec.layout(tuple(x.shape), slot)}
-    codec.encode(buffers, slice(0, len(x)), x, NEAREST)
-    return codec.decode(buffers, slice(0, len(x))).clone()
+def encoded(stored: Format, x: Tensor) -> Tensor:
+    buffers = {b.name: torch.zeros(b.shape, dtype=b.dtype) for b in stored.buffers}
+    stored.encode(buffers, slice(0, len(x)), x, NEAREST)
+    return stored.decode(buffers, slice(0, len(x))).clone()
 
 
 def true_loss(configuration: Configuration, block: Recording) -> float:
@@ -364,9 +365,9 @@ def true_loss(configuration: Configuration, block: Recording) -> float:
     exact, stored = dict(means), dict(means)
     for slot in configuration.mechanism.slots:
         codec = configuration.codec(slot.name)
-        twin = CODECS["fp32" if codec.pointwise else "factored"]
+        twin = CODECS["factored" if codec.factored else "fp32"]
         exact[slot.name], stored[slot.name] = (
-            encoded(c.resolve(tensor.shape), slot, means[slot.name]) for c in (twin, codec)
+            encoded(c.at(tuple(tensor.shape), slot), means[slot.name]) for c in (twin, codec)
         )
     u, w = (slots["m"].double() / (slots["v"].double().sqrt() + HYPER.eps) for slots in (exact, stored))
     return 1 - float((u * w).sum() / (u.norm() * w.norm()))

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from baoc import BlockOptimizer, Configuration, parse
-from baoc.core.spec import Hyper, rounding_phase
-from baoc.optim import kernels, migrate
+from baoc.core.spec import Hyper
+from baoc.optim import kernels
 from baoc.optim.kernels import native
 from baoc.optim.kernels.eager import EagerKernel
+from baoc.optim.kernels.job import Job, advance_ages
 from baoc.optim.kernels.native import NativeKernel
-from baoc.optim.kernels.update import Job
+from baoc.optim.state import new_state
 from tests.cases import CONFIGURATIONS, SHAPES, by_configuration, gradients
 
 ROOT = Path(__file__).parents[1]
@@ -38,31 +39,22 @@ class Trained:
     def __init__(
         self, configuration: Configuration, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
     ) -> None:
-        self.configuration, self.shape, self.age = configuration, shape, 0
+        self.configuration, self.shape = configuration, shape
         values = torch.randn(shape or (1,), generator=torch.Generator().manual_seed(1))
         self.param = values.to(dtype)
-        self.state = migrate.new_state(configuration.layout(shape), torch.device("cpu"))
+        self.state = new_state(configuration.layout(shape), torch.device("cpu"))
 
     def copy(self) -> Trained:
         other = Trained(self.configuration, self.shape, self.param.dtype)
-        other.param, other.age = self.param.clone(), self.age
+        other.param = self.param.clone()
         other.state = {key: held.clone() if isinstance(held, Tensor) else held for key, held in self.state.items()}
         return other
 
     def step(self, kernel: kernels.Kernel, grad: Tensor, **settings: float) -> Trained:
-        self.age += 1
-        slots, mechanism = self.configuration.layout(self.shape).slots, self.configuration.mechanism
+        layout = self.configuration.layout(self.shape)
         hyper = Hyper(**{"lr": 1e-2, "weight_decay": 0.1} | settings)
-        job = Job(
-            mechanism,
-            slots,
-            self.param,
-            grad,
-            {stored.key(name): self.state[stored.key(name)] for stored in slots for name in stored.buffer_names},
-            mechanism.scalars(hyper, {stored.slot.name: self.age for stored in slots}),
-            {stored.slot.name: rounding_phase(self.age, i) for i, stored in enumerate(slots)},
-        )
-        kernel.run([job])
+        kernel.run([Job.of(layout, self.param, grad, self.state, hyper)])
+        advance_ages(layout, self.state)
         return self
 
     def buffers(self) -> dict[str, Tensor]:
@@ -232,12 +224,9 @@ def test_many_tensors_in_one_call_equal_one_by_one():
 
 @needs_native
 def test_the_c_structs_are_as_long_as_python_thinks():
-    weight = torch.ones(8, 8)
-    mechanism = parse("sgd").mechanism
-    words = native._words(Job(mechanism, (), weight, weight, {}, mechanism.scalars(Hyper(lr=0.1), {}), {}))
     library = native._library()
-    assert len(words) == native._WORDS == library.JOB_WORDS
-    assert len(native._SCALARS) == library.JOB_SCALARS
+    assert len(native._places()) * 8 == library.JOB_BYTES
+    assert len(library.JOB_SCALARS) * 8 == library.SCALAR_BYTES
 
 
 @needs_native

@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc import CATALOG, Block, BlockOptimizer, Configuration, Plan, PlanError, parse, state_bytes
+from baoc import CATALOG, Block, BlockOptimizer, Configuration, Plan, PlanError, make_plan, parse, state_bytes
 from baoc.core.configuration import REFERENCE
 from baoc.core.plan import memory_budget
 from baoc.core.spec import Hyper
 from baoc.planning import risk as risks
 from baoc.planning.metrics import Metrics
-from baoc.planning.planner import Planner, Settings, plan
+from baoc.planning.planner import Planner, Settings
 from baoc.profiling.profile import Profile
 from baoc.profiling.sampling import Sampler
 from tests.training import shapes
@@ -213,7 +213,7 @@ def test_the_same_inputs_give_the_same_plan() -> None:
 
 
 def test_the_function_is_the_planner(default: Planner) -> None:
-    made = plan(profile(), "30%", 1.4, hyper=HYPER, times=Times(), gamma=0.1)  # type: ignore[arg-type]
+    made = make_plan(profile(), "30%", 1.4, hyper=HYPER, times=Times(), gamma=0.1)  # type: ignore[arg-type]
     assert made.to_json() == default.plan("30%", 1.4).to_json()
 
 

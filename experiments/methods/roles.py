@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import nn
 
-from baoc.core.plan import canonical_name
+from baoc.core.roles import canonical_name
 from baoc.planning.partition import structural_units
 
 Role = Literal["embedding", "head", "matrix", "kernel", "vector"]

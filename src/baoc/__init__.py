@@ -2,15 +2,16 @@
 
 from baoc._version import __version__
 from baoc.configurator import BAOC
+from baoc.core.codecs import register_codec
 from baoc.core.configuration import CATALOG, Configuration, ConfigurationError, parse
-from baoc.core.plan import Block, Plan, PlanError
+from baoc.core.mechanisms import register_mechanism
 from baoc.optim.checkpoint import CheckpointError
 from baoc.optim.measure import state_bytes
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.optim.torch_state import to_torch
-from baoc.planning.planner import plan
+from baoc.plan import Block, Plan, PlanError, make_plan, profile
 from baoc.profiling.profile import Profile, ProfileError
-from baoc.profiling.profiler import Profiler, profile
+from baoc.profiling.profiler import Profiler
 
 __all__ = [
     "BAOC",
@@ -26,9 +27,11 @@ __all__ = [
     "ProfileError",
     "Profiler",
     "__version__",
+    "make_plan",
     "parse",
-    "plan",
     "profile",
+    "register_codec",
+    "register_mechanism",
     "state_bytes",
     "to_torch",
 ]

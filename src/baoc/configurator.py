@@ -19,6 +19,7 @@ from baoc.core.text import human_bytes
 from baoc.optim import groups
 from baoc.optim.groups import Member
 from baoc.optim.optimizer import BlockOptimizer
+from baoc.optim.timing import StepRunner
 from baoc.planning import partition
 from baoc.planning.cost import TimeModel
 from baoc.planning.planner import DEFAULT_MEMORY, DEFAULT_TIME, Planner, Settings, unit_vectors
@@ -91,13 +92,13 @@ class BAOC(BlockOptimizer):
             raise ValueError(f"replan_every is {replan_every}; it must be at least 1, or None for one plan only.")
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, kernel=kernel)
         self._memory, self._time, self._warmup, self._replan_every = memory, time, warmup, replan_every
-        self._settings = Settings(**settings)
+        self._settings = Settings.of("BAOC", settings)
         self._settle = settle
         self._last_diagnostics: NDArray[np.float64] | None = None
         self._times: TimeModel | None = None
         self.profile: Profile | None = None
         """What the last warm-up learned; it saves to one file and answers any budget."""
-        self._names = [member.name for member in self._members()]  # parameters that join later are not planned
+        self._names = [member.name for member in self.members()]  # parameters that join later are not planned
         self._sampler: Sampler | None = Sampler(self._params(), ratio=sample_ratio, seed=seed, betas=betas)
         base = self._best_plan(None, memory, time, self._settings) if warmup_base is None else warmup_base
         self._adopt(base, inherit=False)
@@ -194,7 +195,7 @@ class BAOC(BlockOptimizer):
     def _best_plan(self, profile: Profile | None, memory: float | int | str, time: float, settings: Settings) -> Plan:
         """The plan of least risk in the budget less what the samples and parameters that joined later hold."""
         if self._times is None:
-            self._times = TimeModel(next(iter(self._members())).param.device, self._kernel_request)
+            self._times = TimeModel(StepRunner(self.members()[0].param.device, self._kernel_request))
         hyper = self._hyper()
         shapes = {name: shape for name, shape in self._shapes().items() if name in set(self._names)}
         samples = self._sampler.nbytes if self._sampler else 0
@@ -220,7 +221,7 @@ class BAOC(BlockOptimizer):
         return [block for block in self.plan.blocks if not block.parameters.keys() & set(self._names)]
 
     def _params(self) -> dict[str, Tensor]:
-        return {member.name: member.param for member in self._members()}
+        return {member.name: member.param for member in self.members()}
 
     # ---- checkpoints and copies ----
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from baoc.cli import common
 from baoc.core.text import human_bytes
+from baoc.optim.timing import StepRunner
 from baoc.planning.cost import TimeModel
 from baoc.planning.planner import Planner
 from baoc.report import Frontier, frontier, plot
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     common.check_risk(args)
     settings = common.settings_of(args)
     profile = common.load_profile(args.profile)
-    times = TimeModel(common.device_of(args))
+    times = TimeModel(StepRunner(common.device_of(args)))
     planner = Planner(profile.shapes, profile, common.hyper_of(args, profile.betas), times, settings)
     result = frontier(planner, args.points, args.time)
     if args.json:

@@ -17,6 +17,7 @@ from baoc.core.plan import memory_budget
 from baoc.core.text import human_bytes
 from baoc.models import MODELS
 from baoc.models.resolve import resolve
+from baoc.optim.timing import StepRunner
 from baoc.planning.cost import TimeModel
 from baoc.planning.estimate import trainable_shapes
 from baoc.planning.planner import DEFAULT_MEMORY, Planner
@@ -96,12 +97,14 @@ def _planner(args: argparse.Namespace) -> Planner:
         if args.dry_run:
             raise common.UsageError(f"{args.source!r} is a profile, which needs no --dry-run: leave it out.")
         profile = common.load_profile(args.source)
-        times = TimeModel(common.device_of(args))
+        times = TimeModel(StepRunner(common.device_of(args)))
         return Planner(profile.shapes, profile, common.hyper_of(args, profile.betas), times, common.settings_of(args))
     if args.dry_run:
         with contextlib.redirect_stdout(sys.stderr):
             shapes = trainable_shapes(resolve(args.source))
-        return Planner(shapes, None, common.hyper_of(args), TimeModel(common.device_of(args)), common.settings_of(args))
+        return Planner(
+            shapes, None, common.hyper_of(args), TimeModel(StepRunner(common.device_of(args))), common.settings_of(args)
+        )
     if args.source in MODELS or Path(args.source).exists():
         raise common.UsageError(
             f"{args.source!r} has no data to warm up on. Give file.py:function, or plan without gradients: --dry-run."
@@ -131,7 +134,7 @@ def _from_workload(args: argparse.Namespace) -> Planner:
             profile.save(args.profile_out)
             _note(f"saved the profile to {args.profile_out} ({human_bytes(_size(args.profile_out))})", args)
     trained_on = next(param.device for param in workload.model.parameters() if param.requires_grad)
-    times = TimeModel(trained_on if args.device is None else torch.device(args.device))
+    times = TimeModel(StepRunner(trained_on if args.device is None else torch.device(args.device)))
     return Planner(shapes, profile, common.hyper_of(args), times, common.settings_of(args))
 
 

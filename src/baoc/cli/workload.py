@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from baoc.models.packages import ModelError
 from baoc.models.resolve import call_function, explained, importable
+from baoc.plan import profile
 from baoc.profiling.profile import Profile
-from baoc.profiling.profiler import LossFunction, profile
+from baoc.profiling.profiler import LossFunction
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Workload:
     path: Path
 
     def profile(self, **options: Any) -> Profile:
-        """:func:`baoc.profiling.profiler.profile`; what fails in the loss is reported with its line."""
+        """:func:`baoc.profile`; what fails in the loss is reported with its line."""
 
         def loss(model: Any, batch: Any) -> Tensor:
             with importable(self.path.parent), explained(f"the loss of {self.path} failed", self.path):

@@ -19,9 +19,10 @@ from difflib import get_close_matches
 
 import torch
 
-from baoc.core.codecs import CODECS
-from baoc.core.mechanisms import MECHANISMS
-from baoc.core.spec import Buffer, Codec, Mechanism, Shape, Slot
+from baoc.core.codecs import CODECS, Codec, Format
+from baoc.core.mechanisms import MECHANISMS, Mechanism
+from baoc.core.roles import Role, role_of
+from baoc.core.spec import Buffer, Reach, Shape, Slot
 
 _BITS_TO_CODEC = {32: "fp32", 16: "bf16", 8: "int8"}
 _SPELLING = re.compile(r"(?P<mechanism>[a-z]+)(?:-?(?P<bits>32|16|8)|\[(?P<slots>[^\]]*)\])?")
@@ -42,36 +43,27 @@ class Switches:
     bits: int
 
 
-@dataclass(frozen=True)
-class StoredSlot:
-    """How one slot of a parameter is really stored, whatever its size. Kernels specialise on this and nothing else."""
-
-    slot: Slot
-    codec: Codec  # after its fallbacks for small or thin tensors
-    buffer_names: tuple[str, ...]  # the codec's own names
-
-    def key(self, buffer: str) -> str:
-        """Where a buffer lives in the optimizer's per-parameter state."""
-        return f"{self.slot.name}.{buffer}" if buffer else self.slot.name
-
-    @functools.cached_property
-    def age_key(self) -> str:
-        return f"{self.slot.name}.age"
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.slot, self.codec, self.buffer_names))
-
-    def __hash__(self) -> int:  # kernels look up their forms with it for every parameter at every step
-        return self._hash
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """Every byte that a configuration holds for one parameter."""
+    """Every byte that a configuration holds for one parameter, and what updates it."""
 
-    slots: tuple[StoredSlot, ...]
+    configuration: Configuration  # after its mechanism's fallback for a tensor it is not made for
+    shape: Shape  # of the whole parameter
+    formats: tuple[Format, ...]  # one for each slot of the mechanism
     buffers: Mapping[str, Buffer]  # by their key in the optimizer's state
+
+    @functools.cached_property
+    def mechanism(self) -> Mechanism:
+        return self.configuration.mechanism
+
+    @functools.cached_property
+    def reach(self) -> Reach:
+        return max([self.mechanism.reach, *(each.reach for each in self.formats)])
+
+    @functools.cached_property
+    def shares(self) -> bool:
+        """One element's gradient has a part in what happens to others."""
+        return self.mechanism.reach > Reach.ROWS or any(each.shares for each in self.formats)
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -88,10 +80,11 @@ class Configuration:
     def __post_init__(self) -> None:
         for slot in self.mechanism.slots:
             codec = self.codec(slot.name)
-            if not codec.pointwise and slot.signed:
+            refusal = codec.refusal(slot)
+            if refusal:
                 raise ConfigurationError(
-                    f"{self}: {codec.name} stores row and column means of a non-negative slot, and {slot.name!r} is "
-                    f"signed. Use {_known(_codecs_for(slot))} for {slot.name!r}."
+                    f"{self}: {codec.name} cannot store {slot.name!r}: {refusal}. Use {_known(_codecs_for(slot))} for "
+                    f"{slot.name!r}."
                 )
 
     @property
@@ -109,7 +102,7 @@ class Configuration:
             adaptive=mechanism.adaptive,
             momentum=mechanism.momentum,
             decoupled=mechanism.decoupled,
-            factored=any(not codec.pointwise for codec in codecs),
+            factored=any(codec.factored for codec in codecs),
             bits=min((codec.bits for codec in codecs), default=32),
         )
 
@@ -117,6 +110,10 @@ class Configuration:
     def alias(self) -> str:
         """The paper's short name where there is one, else the spelling."""
         return _alias_of(self)
+
+    def suited(self, shape: Shape, role: Role) -> Configuration:
+        """Itself, or what its mechanism falls back to for a parameter that it is not made for."""
+        return self if self.mechanism.suits(shape, role) else parse(self.mechanism.fallback)
 
     def layout(self, shape: Shape, *, rows: int | None = None) -> Layout:
         """What is held for a parameter of this global shape, or for ``rows`` of its dim 0 on one rank."""
@@ -130,7 +127,6 @@ class Configuration:
         return f"{self.mechanism_name}[{slots}]" if slots else self.mechanism_name
 
 
-@functools.cache
 def parse(spelling: str | Configuration) -> Configuration:
     """Read a configuration from its spelling or from one of the paper's names.
 
@@ -139,6 +135,15 @@ def parse(spelling: str | Configuration) -> Configuration:
     """
     if isinstance(spelling, Configuration):
         return spelling
+    if not isinstance(spelling, str):
+        raise ConfigurationError(
+            f"{spelling!r} is not a configuration. Write one as text, like 'adamw-8' or 'adamw[m=int8,v=factored]'."
+        )
+    return _parsed(spelling)
+
+
+@functools.cache
+def _parsed(spelling: str) -> Configuration:
     match = _SPELLING.fullmatch(spelling.strip().lower().replace(" ", ""))
     if match is None:
         raise ConfigurationError(
@@ -226,7 +231,7 @@ def _read_slots(spelling: str, mechanism: Mechanism, text: str) -> dict[str, str
 
 
 def _codecs_for(slot: Slot) -> list[str]:
-    return [name for name, codec in CODECS.items() if codec.pointwise or not slot.signed]
+    return [name for name, codec in CODECS.items() if codec.refusal(slot) is None]
 
 
 def _known(names: object) -> str:
@@ -241,18 +246,16 @@ def _suggest(name: str, known: Mapping[str, object]) -> str:
 
 @functools.cache
 def _layout(configuration: Configuration, shape: Shape, rows: int | None) -> Layout:
-    local = shape if rows is None or not shape else (rows, *shape[1:])
-    slots: list[StoredSlot] = []
+    configuration = configuration.suited(shape, role_of(shape))
+    formats: list[Format] = []
     buffers: dict[str, Buffer] = {}
     for slot in configuration.mechanism.slots:
-        codec = configuration.codec(slot.name).resolve(shape)
-        declared = codec.layout(local, slot)
-        stored = StoredSlot(slot, codec, tuple(buffer.name for buffer in declared))
-        slots.append(stored)
-        buffers |= {stored.key(buffer.name): buffer for buffer in declared}
+        stored = configuration.codec(slot.name).at(shape, slot, rows)
+        formats.append(stored)
+        buffers |= {stored.key(buffer.name): buffer for buffer in stored.buffers}
         if slot.age_is_state:
             buffers[stored.age_key] = Buffer("age", (), torch.float32)
-    return Layout(tuple(slots), buffers)
+    return Layout(configuration, shape, tuple(formats), buffers)
 
 
 @functools.cache

@@ -12,26 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baoc.core.configuration import REFERENCE, Configuration, parse
+from baoc.core.files import replaced
+from baoc.core.roles import Role, roles_by_name
 from baoc.core.spec import Shape
 from baoc.core.text import human_bytes, human_count, table
 
 FORMAT = "baoc.plan"
 VERSION = 1
 
-_WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
 
 class PlanError(ValueError):
     """A plan that does not fit its model, or a file that is not a plan."""
-
-
-def canonical_name(name: str) -> str:
-    """A parameter's name without the parts that ``torch.compile``, FSDP and activation checkpointing put into it.
-
-    >>> canonical_name("_orig_mod.h.0._checkpoint_wrapped_module.attn.weight")
-    'h.0.attn.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
 @dataclass(frozen=True)
@@ -99,9 +90,22 @@ class Plan:
         object.__setattr__(self, "_block_of", block_of)
 
     @classmethod
-    def uniform(cls, configuration: Configuration | str, shapes: Mapping[str, Shape]) -> Plan:
-        """One block with one configuration."""
-        return cls((Block("all", parse(configuration), dict(shapes)),))
+    def uniform(
+        cls, configuration: Configuration | str, shapes: Mapping[str, Shape], roles: Mapping[str, Role] | None = None
+    ) -> Plan:
+        """One configuration for all, in one block; a second one has the parameters that its mechanism does not suit.
+
+        ``roles`` are read off the names where they are not given.
+        """
+        configuration = parse(configuration)
+        roles = {**roles_by_name(shapes), **(roles or {})}
+        blocks: dict[Configuration, dict[str, Shape]] = {}
+        for name, shape in shapes.items():
+            blocks.setdefault(configuration.suited(shape, roles[name]), {})[name] = shape
+        if not blocks:
+            return cls((Block("all", configuration, {}),))
+        names = {configuration: "all"} if len(blocks) == 1 else {configuration: configuration.mechanism_name}
+        return cls(tuple(Block(names.get(each, "the rest"), each, mine) for each, mine in blocks.items()))
 
     def block_of(self, parameter: str) -> Block:
         return self._block_of[parameter]
@@ -158,6 +162,8 @@ class Plan:
             content = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"this is not a plan file: line {error.lineno} is not JSON ({error.msg}).") from None
+        except RecursionError:
+            raise PlanError("this is not a plan file: its brackets are nested too deep.") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise PlanError(f'this is not a plan file: it has no "format": "{FORMAT}".')
         if content.get("version") != VERSION:
@@ -171,13 +177,19 @@ class Plan:
         return cls(tuple(_read_block(entry, index) for index, entry in enumerate(blocks)), settings)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(self.to_json() + "\n")
+        """Write a plan file. One that is there already stays until this one is complete."""
+        text = self.to_json() + "\n"
+        with replaced(path) as file:
+            file.write(text.encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        with open(path, encoding="utf-8") as file:
-            return cls.from_json(file.read())
+        with open(path, "rb") as file:
+            content = file.read()
+        try:
+            return cls.from_json(content.decode())
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{os.fspath(path)} is not a plan file: byte {error.start} is not UTF-8 text.") from None
 
     def __str__(self) -> str:
         explained = any(block.risk or block.why for block in self.blocks)
@@ -246,7 +258,10 @@ def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
         number, unit = float(match[1]), match[2]
         if unit == "%":
             return memory_budget(number / 100, reference_bytes)
-        return int(number * (1024 if "i" in unit else 1000) ** "BKMGT".index(unit[0]))
+        nbytes = number * (1024 if "i" in unit else 1000) ** "BKMGT".index(unit[0])
+        if not math.isfinite(nbytes):
+            raise PlanError(f"the memory budget {memory!r} is more bytes than can be counted.")
+        return int(nbytes)
     if isinstance(memory, numbers.Integral) and not isinstance(memory, bool):
         return int(memory)
     try:
@@ -255,6 +270,8 @@ def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
         share = math.nan
     if not (math.isfinite(share) and share >= 0) or isinstance(memory, bool):
         raise PlanError(f"the memory budget {memory!r} is not a share: it must be a number >= 0, like 0.5.")
+    if not math.isfinite(share * reference_bytes):
+        raise PlanError(f"the memory budget {memory!r} is more bytes than can be counted. 2.0 is enough for any plan.")
     return int(share * reference_bytes)
 
 

@@ -1,8 +1,10 @@
-"""What a person reads: sizes and plain-text tables."""
+"""What a person reads: sizes, plain-text tables, and what is wrong with a name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -53,3 +55,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Seq
         return "  ".join(parts).rstrip()
 
     return "\n".join(align(row) for row in lines)
+
+
+def check_names(settings: Mapping[str, Any], caller: str, known: Iterable[str]) -> None:
+    """Raise if a keyword argument is none of those that are known."""
+    known = sorted(known)
+    for name in settings:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{caller} has no setting {name!r}.{hint} Known: {', '.join(known)}.")

@@ -3,52 +3,103 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from baoc.core.configuration import Configuration
-from baoc.core.plan import Block
+from baoc.core.configuration import Configuration, parse
+from baoc.core.plan import Block, Plan, PlanError
+from baoc.core.spec import real_shape
 from baoc.optim import groups, migrate, torch_state
-from baoc.optim.groups import ASSIGNMENTS, PLAN_SETTINGS, Assignment, Group, Member
-from baoc.optim.migrate import Holding, Move, ParamState
+from baoc.optim.groups import Group, Member
+from baoc.optim.lr_match import lr_scales
+from baoc.optim.migrate import Holding, Move
+from baoc.optim.state import ParamState
+
+PLAN = "plan"
+"""The plan file's own text, once, in the first group that has parameters. A checkpoint's reader takes it for one value,
+so a plan is replaced as a whole and never mixed with another."""
+_ASSIGNMENTS, _SETTINGS = "assignments", "plan_settings"  # how plans were saved before, parameter by parameter
 
 
 class CheckpointError(ValueError):
     """A checkpoint that does not fit the optimizer."""
 
 
-def prepare(state_dict: dict[str, Any], current: Sequence[Group], *, keep_plan: bool) -> dict[str, Any]:
-    """The ``state`` and ``param_groups`` for ``load_state_dict`` to install.
+class Prepared(NamedTuple):
+    """What is to be installed."""
 
-    ``keep_plan``: the optimizer's own plan stays, and the checkpoint's state is migrated into it. Otherwise the
-    checkpoint's plan is taken over, if it has one.
+    state: dict[Any, Any]
+    param_groups: list[Group]
+    plan: Plan
+
+
+def add_plan(packed_groups: Sequence[Group], plan: Plan) -> None:
+    """Write a plan into the groups of a state dict."""
+    next((group for group in packed_groups if group["params"]), packed_groups[0])[PLAN] = plan.to_json()
+
+
+def prepare(
+    state_dict: Mapping[str, Any], members: Sequence[Member], current: Sequence[Group], own_plan: Plan | None
+) -> Prepared:
+    """What ``load_state_dict`` is to install.
+
+    ``own_plan``: the optimizer's own stays, and the checkpoint's state is migrated into it. Without one, the
+    checkpoint's is taken over, if it has one.
     """
-    saved = [torch_state.read_group(copy.deepcopy(group)) for group in state_dict["param_groups"]]
+    saved = _read_groups(state_dict)
     _check_groups(saved, current)
+    saved_plan = _read_plan(saved)
     keys = [key for group in saved for key in group["params"]]
-    assignments = [entry for group in saved for entry in group.get(ASSIGNMENTS, [None] * len(group["params"]))]
+    state = state_dict["state"]
     loaded = [{**own, **group, "params": own["params"]} for group, own in zip(saved, current)]
-    moves = [
-        _move(replace(member, group=group), state_dict["state"].get(key, {}), entry, keep_plan)
-        for member, group, key, entry in zip(groups.members(current), _repeated(loaded), keys, assignments)
-    ]
-    scales = migrate.lr_scales(moves)
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    state.update({key: value for key, value in state_dict["state"].items() if key not in set(keys)})
-    params = [param for group in current for param in group["params"]]
-    for param, move in zip(params, moves):
+    for index, group in enumerate(loaded):
+        groups.check_hyper(group, f"the checkpoint's group {index}")
+    blocks = _blocks(saved, saved_plan)
+    any_state = any(state.get(key) for key in keys)
+    moves = []
+    for member, group, key, theirs in zip(members, groups.repeated(loaded), keys, blocks):
+        if key not in state and any_state and _must_have_state(member, theirs):
+            raise CheckpointError(
+                f"the checkpoint has no state of parameter {member.name!r}, though it has that of others: it is "
+                "damaged. Load another one, or start without state."
+            )
+        moves.append(_move(replace(member, group=group), _entry(state, key, member), theirs, own_plan is not None))
+    scales = lr_scales(moves)
+    held: defaultdict[Any, Any] = defaultdict(dict)
+    held.update({key: value for key, value in state.items() if key not in set(keys)})
+    for member, move in zip(members, moves):
         if move.holding.state:
-            state[param] = migrate.convert(move.holding, move.block.configuration)
-    written = iter(groups.assignment(replace(move.block, lr_scale=scales[move.block.name])) for move in moves)
-    for group, own in zip(loaded, current):
-        group[ASSIGNMENTS] = [next(written) for _ in group["params"]]
-        if keep_plan:
-            group[PLAN_SETTINGS] = own.get(PLAN_SETTINGS, {})
-    return {"state": state, "param_groups": loaded}
+            held[member.param] = migrate.convert(move.holding, move.layout)
+    assigned = [
+        (name, real_shape(param), replace(move.block, lr_scale=scales[move.block.name]))
+        for (name, param), move in zip(groups.named_params(loaded), moves)
+    ]
+    settings = next((plan.settings for plan in (own_plan, saved_plan) if plan is not None), {})
+    return Prepared(held, loaded, groups.plan_of(assigned, settings))
+
+
+def _read_groups(state_dict: Mapping[str, Any]) -> list[Group]:
+    """The saved groups, checked for what must be in them, with our names for torch's settings."""
+    for key, kind in (("param_groups", list), ("state", dict)):
+        if not isinstance(state_dict.get(key), kind):
+            raise CheckpointError(
+                f"this is not an optimizer's state dict: it has no {key!r}. Pass what optimizer.state_dict() gave."
+            )
+    for index, group in enumerate(state_dict["param_groups"]):
+        if not isinstance(group, dict) or not isinstance(group.get("params"), (list, tuple)):
+            raise CheckpointError(f"the checkpoint's param group {index} has no 'params': it is damaged.")
+    saved = [torch_state.read_group(copy.deepcopy(group)) for group in state_dict["param_groups"]]
+    for index, group in enumerate(saved):
+        try:
+            groups.names(group, index)
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint is damaged: {error}") from None
+    return saved
 
 
 def _check_groups(saved: Sequence[Group], current: Sequence[Group]) -> None:
@@ -75,21 +126,84 @@ def _check_groups(saved: Sequence[Group], current: Sequence[Group]) -> None:
             )
 
 
-def _repeated(loaded: Sequence[Group]) -> list[Group]:
-    """The group of every parameter, in order."""
-    return [group for group in loaded for _ in group["params"]]
+def _read_plan(saved: Sequence[Group]) -> Plan | None:
+    """Take the plan out of saved groups; ``None`` if they are torch's."""
+    texts = [group.pop(PLAN) for group in saved if PLAN in group]
+    settings = [group.pop(_SETTINGS, {}) for group in saved]
+    assignments = [group.pop(_ASSIGNMENTS, None) for group in saved]
+    if texts:
+        try:
+            return Plan.from_json(texts[0])
+        except PlanError as error:
+            raise CheckpointError(f"the checkpoint's plan is damaged: {error}") from None
+    if all(entries is None for entries in assignments):
+        return None
+    assigned = []
+    params = groups.named_params(saved)
+    for index, (group, entries) in enumerate(zip(saved, assignments)):
+        if len(entries or ()) != len(group["params"]):
+            raise CheckpointError(
+                f"the checkpoint's group {index} has {len(group['params'])} parameters and {len(entries or ())} "
+                "assignments of configurations: it is damaged."
+            )
+        for entry in entries or ():
+            name, _ = next(params)
+            assigned.append((name, (), _read_assignment(entry, name)))
+    return groups.plan_of(assigned, settings[0])
 
 
-def _move(member: Member, entry: dict[str, Any], saved: Assignment | None, keep_plan: bool) -> Move:
+def _read_assignment(entry: Any, name: str) -> Block:
+    """The block of a parameter as it was saved before. Distributed checkpoints lose empty values."""
+    try:
+        configuration = parse(entry["configuration"])
+        return Block(
+            str(entry["block"]), configuration, {}, entry.get("lr_scale"), entry.get("risk", {}), entry.get("why", "")
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the checkpoint's assignment of parameter {name!r} cannot be read ({error!r}): it is damaged."
+        ) from None
+
+
+def _blocks(saved: Sequence[Group], plan: Plan | None) -> list[Block | None]:
+    """The saved block of every parameter; the plan must speak of these and of no others."""
+    names = [name for name, _ in groups.named_params(saved)]
+    if plan is None:
+        return [None] * len(names)
+    planned = {name: block for block in plan.blocks for name in block.parameters}
+    for name in names:
+        if name not in planned:
+            raise CheckpointError(f"the checkpoint's plan says nothing about parameter {name!r}: it is damaged.")
+    surplus = sorted(planned.keys() - set(names))
+    if surplus:
+        raise CheckpointError(f"the checkpoint's plan names parameter {surplus[0]!r}, which its groups do not have.")
+    return [planned[name] for name in names]
+
+
+def _must_have_state(member: Member, theirs: Block | None) -> bool:
+    """Torch's optimizers have none for parameters without gradients, and nobody has for frozen ones."""
+    if theirs is None or not member.param.requires_grad:
+        return False
+    return bool(theirs.configuration.layout(member.shape, rows=member.place.rows).formats)
+
+
+def _entry(state: Mapping[Any, Any], key: Any, member: Member) -> dict[str, Any]:
+    entry = state.get(key, {})
+    if not isinstance(entry, dict):
+        raise CheckpointError(
+            f"the checkpoint's state of parameter {member.name!r} is a {type(entry).__name__}: it is damaged."
+        )
+    return entry
+
+
+def _move(member: Member, entry: dict[str, Any], theirs: Block | None, keep_plan: bool) -> Move:
     """What a checkpoint holds for one parameter, and the block it goes to. Raises if it does not fit."""
-    own = Block(member.block, member.configuration, {}, member.lr_scale, member.risk, member.why)
+    block, lr_scale = member.block, None
     if torch_state.is_torch_entry(entry):
         configuration, state = torch_state.read_entry(entry, member.name)
-        block, lr_scale = own, None
-    elif saved is not None:
-        theirs = groups.read_assignment(saved)
+    elif theirs is not None:
         configuration, state, lr_scale = theirs.configuration, dict(entry), theirs.lr_scale
-        block = own if keep_plan else theirs
+        block = block if keep_plan else theirs
     elif entry:
         raise CheckpointError(
             f"the checkpoint's state of parameter {member.name!r} has the keys {', '.join(map(repr, entry))}, which "
@@ -97,11 +211,12 @@ def _move(member: Member, entry: dict[str, Any], saved: Assignment | None, keep_
             "that wrote it."
         )
     else:
-        configuration, state, lr_scale, block = own.configuration, {}, None, own
+        configuration, state = block.configuration, {}
+    layout = configuration.layout(member.shape, rows=member.place.rows)
     fitted = _fitted(member, configuration, state)
     hyper = groups.hyper(member.group, f"the checkpoint's group of {member.name!r}")
-    param = groups.real_view(member.param.detach())
-    return Move(Holding(param, member.shape, configuration, fitted, hyper), block, lr_scale)
+    param = member.place.local(member.param.detach())
+    return Move(Holding(param, layout, fitted, hyper, member.place), block, lr_scale)
 
 
 def _fitted(member: Member, configuration: Configuration, state: ParamState) -> ParamState:
@@ -109,7 +224,7 @@ def _fitted(member: Member, configuration: Configuration, state: ParamState) -> 
     if not state:
         return {}
     fitted: ParamState = {}
-    layout = configuration.layout(member.shape)
+    layout = configuration.layout(member.shape, rows=member.place.rows)
     for key, buffer in layout.buffers.items():
         tensor = state.get(key)
         held = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "nothing"
@@ -118,12 +233,28 @@ def _fitted(member: Member, configuration: Configuration, state: ParamState) -> 
                 f"parameter {member.name!r} has shape {member.shape} and needs {key!r} as {buffer.dtype} of shape "
                 f"{buffer.shape} for {configuration}, but the checkpoint holds {held}. Is it of another model?"
             )
-        fitted[key] = tensor.clone() if key.endswith(".age") else tensor.to(member.param.device).contiguous()
-    for stored in layout.slots:
-        if stored.age_key not in state:
+        fitted[key] = tensor.clone() if buffer.name == "age" else tensor.to(member.param.device).contiguous()
+    for stored in layout.formats:
+        fitted.setdefault(stored.age_key, _age(member, state, stored.age_key))
+        problem = stored.problem(stored.held_in(fitted))
+        if problem:
             raise CheckpointError(
-                f"the checkpoint's state of parameter {member.name!r} has no {stored.age_key!r}: it is damaged. Load "
-                "another one, or start without state."
+                f"the checkpoint's {stored.slot.name!r} of parameter {member.name!r} has {problem}: it is damaged. "
+                "Load another one, or start without state."
             )
-        fitted.setdefault(stored.age_key, int(state[stored.age_key]))
     return fitted
+
+
+def _age(member: Member, state: ParamState, key: str) -> int:
+    value = state.get(key)
+    try:
+        age = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        age = math.nan
+    if not (age >= 0 and age.is_integer()):
+        found = "has no" if value is None else f"has {value!r} for its"
+        raise CheckpointError(
+            f"the checkpoint's state of parameter {member.name!r} {found} {key!r}: it is damaged. Load another one, "
+            "or start without state."
+        )
+    return int(age)

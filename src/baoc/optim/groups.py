@@ -1,8 +1,4 @@
-"""Reading torch's param groups: names, hyper-parameters, and which configuration each parameter is assigned.
-
-A group's ``assignments`` list runs parallel to its ``params``. Being plain data in the group, it survives checkpoints,
-``deepcopy`` and ``pickle``, and it keeps its meaning when FSDP or Accelerate replace the parameter objects.
-"""
+"""Reading torch's param groups: names, hyper-parameters, and which block of the plan each parameter is in."""
 
 from __future__ import annotations
 
@@ -10,34 +6,38 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from baoc.core.configuration import Configuration, Layout, parse
-from baoc.core.plan import Block, canonical_name
+from baoc.core.configuration import Configuration, Layout
+from baoc.core.mechanisms import known_settings
+from baoc.core.plan import Block, Plan
+from baoc.core.roles import canonical_name
 from baoc.core.spec import Hyper, Shape, real_shape
+from baoc.optim.place import Place, place_of
 
 Group = dict[str, Any]
-Assignment = dict[str, Any]
-ASSIGNMENTS = "assignments"
-PLAN_SETTINGS = "plan_settings"
 
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter in its place, as the groups said when it was read off them: see :class:`Roster`."""
+    """One parameter in its place, as groups and plan said when it was read off them: see :class:`Roster`."""
 
     name: str
     param: Tensor
     group: Group
-    block: str
-    configuration: Configuration
-    lr_scale: float | None
-    risk: Mapping[str, float]
-    why: str
+    block: Block  # of the plan
+    place: Place
+
+    @property
+    def configuration(self) -> Configuration:
+        return self.block.configuration
+
+    @property
+    def lr_scale(self) -> float | None:
+        return self.block.lr_scale
 
     @functools.cached_property
     def shape(self) -> Shape:
@@ -45,12 +45,7 @@ class Member:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        return self.configuration.layout(self.shape)
-
-    @functools.cached_property
-    def needs_view(self) -> bool:
-        """Kernels see it through :func:`real_view`."""
-        return self.param.is_complex() or not self.param.dim()
+        return self.configuration.layout(self.shape, rows=self.place.rows)
 
 
 class Roster:
@@ -60,13 +55,14 @@ class Roster:
     groups may be used again without asking :meth:`is_current`.
     """
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.members = tuple(members(groups))
+    def __init__(self, groups: Sequence[Group], plan: Plan) -> None:
+        self.members = tuple(members(groups, plan))
         self._shapes = [member.param.shape for member in self.members]
         self._sources = [_sources(group) for group in groups]
+        self._plan = plan
 
-    def is_current(self, groups: Sequence[Group]) -> bool:
-        if len(groups) != len(self._sources):
+    def is_current(self, groups: Sequence[Group], plan: Plan) -> bool:
+        if len(groups) != len(self._sources) or plan is not self._plan:
             return False
         for group, seen in zip(groups, self._sources):
             now = _sources(group)
@@ -76,51 +72,41 @@ class Roster:
 
 
 def _sources(group: Group) -> list[object]:
-    """The objects that say who is in a group and what becomes of it."""
-    return [group, group[ASSIGNMENTS], group.get("param_names"), *group["params"]]
+    """The objects that say who is in a group."""
+    return [group, group.get("param_names"), *group["params"]]
 
 
-def members(groups: Sequence[Group]) -> Iterator[Member]:
+def members(groups: Sequence[Group], plan: Plan) -> Iterator[Member]:
+    for (name, param), group in zip(named_params(groups), repeated(groups)):
+        yield Member(name, param, group, plan.block_of(name), place_of(param, name))
+
+
+def named_params(groups: Sequence[Group]) -> Iterator[tuple[str, Any]]:
+    """All parameters under names that are different from each other, in order."""
     seen: set[str] = set()
     for index, group in enumerate(groups):
-        for name, param, entry in zip(names(group, index), group["params"], group[ASSIGNMENTS]):
+        for name, param in zip(names(group, index), group["params"]):
             if name in seen:  # two models in one optimizer may use the same names
                 name = f"{index}.{name}"
             seen.add(name)
-            block = read_assignment(entry)
-            yield Member(name, param, group, block.name, block.configuration, block.lr_scale, block.risk, block.why)
+            yield name, param
 
 
-def assignment(block: Block) -> Assignment:
-    """What a group keeps of a parameter's block: plain values that any checkpoint can carry."""
-    return {
-        "block": block.name,
-        "configuration": str(block.configuration),
-        "lr_scale": block.lr_scale,
-        "risk": dict(block.risk),
-        "why": block.why,
-    }
-
-
-def read_assignment(entry: Assignment) -> Block:
-    """The block of an assignment, without its parameters. Distributed checkpoints lose empty values."""
-    configuration = parse(entry["configuration"])
-    return Block(entry["block"], configuration, {}, entry["lr_scale"], entry.get("risk", {}), entry.get("why", ""))
-
-
-def assign(groups: Sequence[Group], blocks: Mapping[str, Block]) -> None:
-    """Write a block for every parameter name into the groups."""
-    chosen = iter([blocks[member.name] for member in members(groups)])
-    for group in groups:
-        mine = [next(chosen) for _ in group["params"]]
-        group[ASSIGNMENTS] = [assignment(block) for block in mine]
+def repeated(groups: Sequence[Group]) -> Iterator[Group]:
+    """The group of every parameter, in order."""
+    return (group for group in groups for _ in group["params"])
 
 
 def names(group: Group, index: int) -> list[str]:
     """Parameter names, or places like ``0.3`` (group 0, parameter 3) where none were given."""
-    if "param_names" in group:
-        return [canonical_name(name) for name in group["param_names"]]
-    return [f"{index}.{position}" for position in range(len(group["params"]))]
+    if "param_names" not in group:
+        return [f"{index}.{position}" for position in range(len(group["params"]))]
+    if len(group["param_names"]) != len(group["params"]):
+        raise ValueError(
+            f"param group {index} has {len(group['params'])} parameters and {len(group['param_names'])} names. Give "
+            "every parameter a name, or none."
+        )
+    return [canonical_name(name) for name in group["param_names"]]
 
 
 def named(params: nn.Module | Iterable[Any]) -> Iterable[Any]:
@@ -133,28 +119,44 @@ def named(params: nn.Module | Iterable[Any]) -> Iterable[Any]:
     return trainable
 
 
-def real_view(tensor: Tensor) -> Tensor:
-    """Real-valued and with at least one dim, sharing memory."""
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tensor if tensor.dim() else tensor.view(1)
+def plan_of(assigned: Sequence[tuple[str, Shape, Block]], settings: Mapping[str, Any]) -> Plan:
+    """The plan in which each parameter (name, shape) is in its own block, whatever parameters that one named.
+
+    Blocks of one name that differ, as an interrupted change of plans leaves them, are told apart by a mark.
+    """
+    blocks: dict[str, tuple[Block, dict[str, Shape]]] = {}
+    for name, shape, block in assigned:
+        bare = replace(block, parameters={})
+        while bare.name in blocks and blocks[bare.name][0] != bare:
+            bare = replace(bare, name=f"{bare.name}'")
+        blocks.setdefault(bare.name, (bare, {}))[1][name] = shape
+    return Plan(tuple(replace(block, parameters=mine) for block, mine in blocks.values()), settings)
+
+
+# ---- hyper-parameters ----
 
 
 def hyper(group: Group, place: str) -> Hyper:
-    """The group's numbers as they are now: schedulers write to them between steps."""
-    check_hyper(group, place)
-    beta1, beta2 = group["betas"]
-    eps1, eps2 = group["adafactor_eps"]
-    return Hyper(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
+    """The group's numbers as they are now: schedulers write to them between steps.
+
+    As in torch, only :func:`check_hyper` is strict about ranges: a schedule may leave them for a while.
+    """
+    lr, betas = group["lr"], group["betas"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"{place}: Tensor lr must be 1-element, but it has shape {tuple(lr.shape)}.")
+    read = Hyper(
+        lr=float(lr),
+        beta1=float(betas[0]),
+        beta2=float(betas[1]),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
-        beta2_decay=group["beta2_decay"],
-        # torch takes the parameter's own epsilon; all math here is in fp32, whatever the parameter is
-        adafactor_eps=(torch.finfo(torch.float32).eps if eps1 is None else eps1, eps2),
-        clip_threshold=group["clip_threshold"],
+        settings={name: group[name] for name in known_settings() if name in group},
     )
+    numbers = {"lr": read.lr, "betas[0]": read.beta1, "betas[1]": read.beta2, "weight_decay": read.weight_decay}
+    if not math.isfinite(sum(numbers.values())):
+        for key, value in numbers.items():
+            _check(math.isfinite(value), place, key, value, "a finite number")
+    return read
 
 
 def check_hyper(group: Group, place: str) -> None:
@@ -162,16 +164,28 @@ def check_hyper(group: Group, place: str) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"{place}: Tensor lr must be 1-element, but it has shape {tuple(lr.shape)}.")
-    _check(math.isfinite(float(lr)) and float(lr) >= 0, place, "lr", lr, "a finite number >= 0")
-    _check(len(group["betas"]) == 2, place, "betas", group["betas"], "two numbers in [0, 1)")
-    for index, beta in enumerate(group["betas"]):
-        _check(0 <= float(beta) < 1, place, f"betas[{index}]", beta, "in [0, 1)")
+    _check(_in_range(lr, lambda x: x >= 0), place, "lr", lr, "a finite number >= 0")
+    betas = group["betas"]
+    pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    _check(pair, place, "betas", betas, "two numbers in [0, 1), like (0.9, 0.999)")
+    for index, beta in enumerate(betas):
+        _check(_in_range(beta, lambda x: 0 <= x < 1), place, f"betas[{index}]", beta, "in [0, 1)")
     for key in ("eps", "weight_decay"):
-        _check(float(group[key]) >= 0, place, key, group[key], "a number >= 0")
-    _check(group["beta2_decay"] <= 0, place, "beta2_decay", group["beta2_decay"], "a number <= 0")
-    _check(group["clip_threshold"] >= 1, place, "clip_threshold", group["clip_threshold"], "a number >= 1")
-    eps1, eps2 = group["adafactor_eps"]
-    _check((eps1 is None or eps1 >= 0) and eps2 >= 0, place, "adafactor_eps", (eps1, eps2), "two numbers >= 0")
+        _check(_in_range(group[key], lambda x: x >= 0), place, key, group[key], "a finite number >= 0")
+    for setting in known_settings().values():
+        value = group.get(setting.name, setting.default)
+        _check(_accepts(setting.accepts, value), place, setting.name, value, setting.wanted)
+
+
+def _in_range(value: Any, test: Any) -> bool:
+    return _accepts(lambda x: math.isfinite(float(x)) and test(float(x)), value)
+
+
+def _accepts(test: Any, value: Any) -> bool:
+    try:
+        return bool(test(value))
+    except (TypeError, ValueError):  # not a number, or not a pair of them
+        return False
 
 
 def _check(right: bool, place: str, key: str, value: object, wanted: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -11,16 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration, parse
+from baoc.core.mechanisms import known_settings
 from baoc.core.plan import Block, Plan, PlanError
-from baoc.core.spec import DEFAULT_BETAS, Hyper, Mechanism, Shape, rounding_phase
-from baoc.core.text import human_bytes
+from baoc.core.roles import Role, role_of, roles_of
+from baoc.core.spec import DEFAULT_BETAS, Hyper, Shape, real_shape
+from baoc.core.text import check_names, human_bytes
 from baoc.optim import checkpoint, groups, kernels, migrate
-from baoc.optim.groups import ASSIGNMENTS, PLAN_SETTINGS, Group, Member, Roster
-from baoc.optim.kernels.update import Job
+from baoc.optim.groups import Group, Member, Roster
+from baoc.optim.kernels.job import Job, Numbers, advance_ages
+from baoc.optim.lr_match import lr_scales
+from baoc.optim.place import place_of
+from baoc.optim.state import misfit, new_state
 
 logger = logging.getLogger("baoc")
 
 DEFAULT_CONFIGURATION = "adamw-32"
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class BlockOptimizer(torch.optim.Optimizer):
@@ -33,8 +40,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         plan: a :class:`~baoc.Plan`, or one configuration for all parameters. Without one every parameter gets
             ``adamw-32``, and ``load_state_dict`` takes over the plan of the checkpoint; with one, a checkpoint made
             under another plan is migrated.
-        beta2_decay, adafactor_eps, clip_threshold: ``beta2_decay``, ``eps`` and ``d`` of ``torch.optim.Adafactor``.
         kernel: ``"auto"``, ``"native"``, ``"compiled"`` or ``"eager"``; see :attr:`kernel`.
+        settings: hyper-parameters that belong to mechanisms, such as ``beta2_decay``, ``adafactor_eps`` and
+            ``clip_threshold`` (``beta2_decay``, ``eps`` and ``d`` of ``torch.optim.Adafactor``).
 
     Example:
         >>> model = nn.Linear(256, 128)
@@ -58,34 +66,35 @@ class BlockOptimizer(torch.optim.Optimizer):
         *,
         plan: Plan | Configuration | str | None = None,
         maximize: bool = False,
-        beta2_decay: float = -0.8,
-        adafactor_eps: tuple[float | None, float] = (None, 1e-3),
-        clip_threshold: float = 1.0,
         kernel: str = "auto",
+        **settings: Any,
     ) -> None:
         kernels.check_request(kernel)
+        own = {setting.name: setting.default for setting in known_settings().values()}
+        check_names(settings, type(self).__name__, own)
         self._kernel_request = kernel
         self._plan_given = plan is not None
         self._default = parse(DEFAULT_CONFIGURATION if plan is None or isinstance(plan, Plan) else plan)
+        self._plan = Plan(())
         self._devices_reported: set[str] = set()
         self._roster: Roster | None = None
         self._complete: Roster | None = None  # the roster all of whose members have state
+        self._roles = roles_of(params) if isinstance(params, nn.Module) else {}
         defaults = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
-            "beta2_decay": beta2_decay,
-            "adafactor_eps": adafactor_eps,
-            "clip_threshold": clip_threshold,
+            **own,
+            **settings,
         }
         groups.check_hyper(defaults, "the defaults")
         super().__init__(groups.named(params), defaults)
         if isinstance(plan, Plan):
             self._refuse_two_answers()
             plan.check(self._shapes())
-            self._assign(plan, {name: plan.block_of(name) for name in self._shapes()})
+            self._plan = plan
 
     # ---- the torch.optim.Optimizer contract ----
 
@@ -96,17 +105,36 @@ class BlockOptimizer(torch.optim.Optimizer):
         index = len(self.param_groups)
         groups.check_hyper({**self.defaults, **param_group}, f"param group {index}")
         group = dict(param_group)
-        self._plan_given |= "configuration" in group
         configuration = parse(group.pop("configuration", self._default))
         super().add_param_group(group)
-        self.param_groups[index].setdefault(PLAN_SETTINGS, {})
-        taken = {entry["block"] for earlier in self.param_groups[:index] for entry in earlier[ASSIGNMENTS]}
-        block = f"group {index}" if index else "all"
-        while block in taken:
-            block += "'"
-        self.param_groups[index][ASSIGNMENTS] = [
-            groups.assignment(Block(block, configuration, {})) for _ in self.param_groups[index]["params"]
-        ]
+        try:
+            named = dict(groups.named_params(self.param_groups))
+            for name, param in named.items():
+                place_of(param, name)
+        except Exception:
+            del self.param_groups[index]  # refused: as if it had never come
+            raise
+        self._plan_given |= "configuration" in param_group
+        mine = {name: real_shape(param) for name, param in list(named.items())[self._planned() :]}
+        self._plan = dataclasses.replace(
+            self._plan, blocks=(*self._plan.blocks, *self._new_blocks(index, configuration, mine))
+        )
+
+    def _planned(self) -> int:
+        return sum(len(block.parameters) for block in self._plan.blocks)
+
+    def _new_blocks(self, index: int, configuration: Configuration, shapes: Mapping[str, Shape]) -> Iterable[Block]:
+        taken = {block.name for block in self._plan.blocks}
+        prefix = f"group {index}" if index else ""
+        for block in Plan.uniform(configuration, shapes, self._roles_of(shapes)).blocks:
+            name = prefix if prefix and block.name == "all" else f"{prefix} {block.name}".strip()
+            while name in taken:
+                name += "'"
+            taken.add(name)
+            yield dataclasses.replace(block, name=name)
+
+    def _roles_of(self, shapes: Mapping[str, Shape]) -> dict[str, Role]:
+        return {name: self._roles.get(name) or role_of(shape, name) for name, shape in shapes.items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -116,23 +144,26 @@ class BlockOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         hypers = {id(group): groups.hyper(group, f"param group {i}") for i, group in enumerate(self.param_groups)}
-        stepping = [member for member in self._members() if member.param.grad is not None]
+        stepping = [member for member in self.members() if member.param.grad is not None]
         complete = self._complete is self._roster
         for member in stepping:
-            _check_gradient(member)
+            _check_tensors(member)
             state = self.state.get(member.param)
-            complete &= bool(state) or not member.layout.slots
-            _check_state(member, state)
+            complete &= bool(state) or not member.layout.formats
+            if state:
+                _check_state(member, state)
         kernel_of = {device: self._kernel_for(device) for device in {member.param.device for member in stepping}}
         if stepping and not complete:
             self._allocate()
-        if self._is_rehearsal(stepping, [hypers[id(member.group)] for member in stepping]):
+        if self._is_rehearsal(stepping, hypers.values()):
             return loss
+        known: dict[object, Numbers] = {}
+        jobs = [(member, self._job(member, hypers[id(member.group)], known)) for member in stepping]
         self._before_update(stepping)
-        numbers = _Numbers(hypers)
         for device, kernel in kernel_of.items():
-            # one parameter after the other, so that each is still in the cache when its job is run
-            kernel.run(self._job(member, numbers) for member in stepping if member.param.device == device)
+            kernel.run(job for member, job in jobs if member.param.device == device)
+        for member, job in jobs:
+            advance_ages(member.layout, cast(dict[str, Any], job.state))
         self._after_update()
         return loss
 
@@ -143,9 +174,12 @@ class BlockOptimizer(torch.optim.Optimizer):
         """For subclasses: a real step was made."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with an empty entry for a stateless parameter, or distributed checkpoints would miss it."""
+        """As in torch, with the plan, and with an empty entry for a stateless parameter: distributed checkpoints would
+        miss it.
+        """
         packed = super().state_dict()
-        if any(self.state.get(member.param) for member in self._members()):
+        checkpoint.add_plan(packed["param_groups"], self._plan)
+        if any(self.state.get(member.param) for member in self.members()):
             for key in (key for group in packed["param_groups"] for key in group["params"]):
                 packed["state"].setdefault(key, {})
         return packed
@@ -161,12 +195,14 @@ class BlockOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        self.__setstate__(checkpoint.prepare(state_dict, self.param_groups, keep_plan=self._plan_given))
+        own_plan = self._plan if self._plan_given else None
+        loaded = checkpoint.prepare(state_dict, self.members(), self.param_groups, own_plan)
+        self.__setstate__({"state": loaded.state, "param_groups": loaded.param_groups, "_plan": loaded.plan})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_kernel_request", "_plan_given", "_default")
+        own = ("_kernel_request", "_plan_given", "_default", "_plan", "_roles")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -177,10 +213,10 @@ class BlockOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         lines = [f"{type(self).__name__} ({human_bytes(self.plan.state_bytes)} of state"]
         for index, group in enumerate(self.param_groups):
-            configurations = sorted({entry["configuration"] for entry in group[ASSIGNMENTS]})
-            lines += ["", f"Parameter Group {index}: {len(group['params'])} tensors, {', '.join(configurations)}"]
-            hidden = ("params", "param_names", ASSIGNMENTS, PLAN_SETTINGS)
-            lines += [f"    {key}: {group[key]}" for key in sorted(group) if key not in hidden]
+            mine = [member for member in self.members() if member.group is group]
+            configurations = sorted({str(member.configuration) for member in mine})
+            lines += ["", f"Parameter Group {index}: {len(mine)} tensors, {', '.join(configurations)}"]
+            lines += [f"    {key}: {group[key]}" for key in sorted(group) if key not in ("params", "param_names")]
         return "\n".join([*lines, ")"])
 
     # ---- plans ----
@@ -188,24 +224,15 @@ class BlockOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> Plan:
         """What every parameter is updated with now."""
-        blocks: dict[str, list[Member]] = {}
-        for member in self._members():
-            blocks.setdefault(member.block, []).append(member)
-        return Plan(
-            tuple(
-                Block(name, first.configuration, {m.name: m.shape for m in mine}, first.lr_scale, first.risk, first.why)
-                for name, mine in blocks.items()
-                for first in mine[:1]
-            ),
-            self.param_groups[0].get(PLAN_SETTINGS, {}),
-        )
+        return self._plan
 
     @torch.no_grad()
     def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
         """Change configurations in the middle of training.
 
-        State moves over one tensor at a time; ``inherit=False`` restarts it. A block whose ``lr_scale`` is ``None``
-        gets the one under which its next update is as long as its last.
+        State moves over one parameter at a time; ``inherit=False`` restarts it. A block whose ``lr_scale`` is ``None``
+        gets the one under which its next update is as long as its last. If it is interrupted, every parameter is
+        either in its old block or in its new one, and training can go on.
 
         >>> model = nn.Linear(64, 64)
         >>> optimizer = BlockOptimizer(model, plan="adamw-32")
@@ -214,39 +241,52 @@ class BlockOptimizer(torch.optim.Optimizer):
         4608
         """
         shapes = self._shapes()
-        plan = plan if isinstance(plan, Plan) else Plan.uniform(plan, shapes)
+        plan = plan if isinstance(plan, Plan) else Plan.uniform(plan, shapes, self._roles_of(shapes))
         plan.check(shapes)
-        new_blocks = {name: plan.block_of(name) for name in shapes}
         if inherit:
-            moves = [
-                migrate.Move(migrate.holding_of(m, self.state.get(m.param, {})), new_blocks[m.name], m.lr_scale)
-                for m in self._members()
-            ]
-            scales = migrate.lr_scales(moves)
-            params = [member.param for member in self._members()]
-            for index in migrate.order(moves):
-                if self.state.get(params[index]):
-                    move = moves[index]
-                    self.state[params[index]] = migrate.convert(move.holding, move.block.configuration)
-            new_blocks = {
-                name: dataclasses.replace(block, lr_scale=scales[block.name]) for name, block in new_blocks.items()
-            }
+            self._migrate(plan)
         else:
-            for member in self._members():
+            for member in self.members():
                 self.state.pop(member.param, None)
-        self._assign(plan, new_blocks)
+            self._plan = plan
         self._plan_given = True
 
-    def _assign(self, plan: Plan, blocks: Mapping[str, Block]) -> None:
-        groups.assign(self.param_groups, blocks)
-        for group in self.param_groups:
-            group[PLAN_SETTINGS] = dict(plan.settings)
+    def _migrate(self, plan: Plan) -> None:
+        members = self.members()
+        holdings = [migrate.holding_of(member, self.state.get(member.param, {})) for member in members]
+        moves = [
+            migrate.Move(holding, plan.block_of(member.name), member.lr_scale)
+            for holding, member in zip(holdings, members)
+        ]
+        scales = lr_scales(moves)
+        new_blocks = [dataclasses.replace(move.block, lr_scale=scales[move.block.name]) for move in moves]
+        in_order = migrate.order(moves)
+        left = dict(enumerate(moves))
+        del holdings, moves  # or all old state would live to the end
+        moved: dict[int, dict[str, Any]] = {}
+        try:
+            for index in in_order:
+                move = left.pop(index)
+                moved[index] = migrate.convert(move.holding, move.layout)
+                if move.holding.state:
+                    self.state[members[index].param] = moved[index]
+        finally:  # wherever it was interrupted: what has its new state is in its new block, the rest where it was
+            for index, state in moved.items():
+                if self.state.get(members[index].param):
+                    self.state[members[index].param] = state
+            assigned = [
+                (member.name, member.shape, new_blocks[index] if index in moved else member.block)
+                for index, member in enumerate(members)
+            ]
+            self._plan = groups.plan_of(assigned, plan.settings if len(moved) == len(members) else self._plan.settings)
 
     def _refuse_two_answers(self) -> None:
-        asked = next((m for m in self._members() if m.configuration != self._default), None)
+        given = {member.name: member.configuration for member in self.members()}
+        defaults = Plan.uniform(self._default, self._shapes(), self._roles_of(self._shapes()))
+        asked = next((name for name, c in given.items() if c != defaults.block_of(name).configuration), None)
         if asked is not None:
             raise PlanError(
-                f"parameter {asked.name!r} is in a group that asks for {asked.configuration} while plan= is given as "
+                f"parameter {asked!r} is in a group that asks for {given[asked]} while plan= is given as "
                 "well. Drop one of them: the plan has a configuration for every parameter."
             )
 
@@ -255,7 +295,7 @@ class BlockOptimizer(torch.optim.Optimizer):
     @property
     def kernel(self) -> str:
         """Which kernel runs on which device, and why."""
-        devices = sorted({member.param.device for member in self._members()}, key=str)
+        devices = sorted({member.param.device for member in self.members()}, key=str)
         return "; ".join(str(kernels.choose(self._kernel_request, device)) for device in devices)
 
     def _kernel_for(self, device: torch.device) -> kernels.Kernel:
@@ -267,13 +307,14 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     # ---- state ----
 
-    def _members(self) -> tuple[Member, ...]:
-        if self._roster is None or not self._roster.is_current(self.param_groups):
-            self._roster = Roster(self.param_groups)
+    def members(self) -> tuple[Member, ...]:
+        """Every parameter with its name, group and block, in order."""
+        if self._roster is None or not self._roster.is_current(self.param_groups, self._plan):
+            self._roster = Roster(self.param_groups, self._plan)
         return self._roster.members
 
     def _shapes(self) -> dict[str, Shape]:
-        return {member.name: member.shape for member in self._members()}
+        return {member.name: member.shape for member in self.members()}
 
     def _allocate(self) -> None:
         """Give state to every trainable parameter at once, in its plan's layout.
@@ -281,87 +322,70 @@ class BlockOptimizer(torch.optim.Optimizer):
         A half-filled optimizer could not be told from a damaged one, and distributed checkpoint readers need every
         tensor to be there before they read.
         """
-        for member in self._members():
-            if not member.layout.slots or self.state.get(member.param):
+        for member in self.members():
+            if not member.layout.formats or self.state.get(member.param):
                 continue
             if member.param.requires_grad or member.param.grad is not None:
-                self.state[member.param] = migrate.new_state(member.layout, member.param.device)
+                self.state[member.param] = new_state(member.layout, member.param.device, member.place)
         self._complete = self._roster
 
-    def _is_rehearsal(self, stepping: Sequence[Member], hypers: Sequence[Hyper]) -> bool:
-        """``torch.distributed.checkpoint`` makes state appear by a step with lr 0 and zero gradients: not a step."""
-        if any(hyper.lr != 0 for hyper in hypers):
+    def _is_rehearsal(self, stepping: Sequence[Member], hypers: Iterable[Hyper]) -> bool:
+        """``torch.distributed.checkpoint`` makes state appear by a step with lr 0 and zero gradients: not a step.
+
+        A schedule that starts at lr 0 may make the same step, and that one counts: so the caller is looked at.
+        """
+        if any(hyper.lr != 0 for hyper in hypers) or not _is_called_by("torch.distributed.checkpoint.state_dict"):
             return False
-        ages = (self.state[member.param][stored.age_key] for member in stepping for stored in member.layout.slots)
+        ages = (self.state[member.param][stored.age_key] for member in stepping for stored in member.layout.formats)
         return not any(map(int, ages)) and not any(cast(Tensor, member.param.grad).any() for member in stepping)
 
-    def _job(self, member: Member, numbers: _Numbers) -> Job:
-        state = self.state.get(member.param, {})
-        slots, mechanism, group = member.layout.slots, member.configuration.mechanism, member.group
-        ages = []
-        for stored in slots:
-            age = int(state[stored.age_key]) + 1
-            ages.append(age)
-            migrate.set_age(state, stored, age)
-        scalars, phases = numbers.of(group, mechanism, member.lr_scale, tuple(ages))
-        param, grad = member.param, cast(Tensor, member.param.grad)
-        if member.needs_view:
-            param, grad = groups.real_view(param), groups.real_view(grad)
-        return Job(mechanism, slots, param, grad, state, scalars, phases, bool(group["maximize"]))
+    def _job(self, member: Member, hyper: Hyper, known: dict[object, Numbers]) -> Job:
+        return Job.of(
+            member.layout,
+            member.param,
+            cast(Tensor, member.param.grad),
+            self.state.get(member.param, {}),
+            hyper,
+            lr_scale=member.lr_scale,
+            maximize=bool(member.group["maximize"]),
+            place=member.place,
+            known=known,
+        )
 
 
-class _Numbers:
-    """The numbers of one step. Parameters of one group, mechanism and age share them."""
-
-    def __init__(self, hypers: Mapping[int, Hyper]) -> None:
-        self._hypers = hypers  # by the group's id
-        self._known: dict[tuple[object, ...], tuple[dict[str, float], dict[str, int]]] = {}
-
-    def of(
-        self, group: Group, mechanism: Mechanism, lr_scale: float | None, ages: tuple[int, ...]
-    ) -> tuple[dict[str, float], dict[str, int]]:
-        """Scalars and rounding phases."""
-        key = id(group), mechanism.name, lr_scale, ages
-        known = self._known.get(key)
-        if known is None:
-            by_slot = {slot.name: age for slot, age in zip(mechanism.slots, ages)}
-            hyper = dataclasses.replace(self._hypers[id(group)], lr_scale=lr_scale or 1.0)
-            phases = {name: rounding_phase(age, index) for index, (name, age) in enumerate(by_slot.items())}
-            known = self._known[key] = mechanism.scalars(hyper, by_slot), phases
-        return known
+def _is_called_by(module: str) -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
-def _check_state(member: Member, state: Mapping[str, Any] | None) -> None:
-    """Native code trusts addresses: nothing may reach it that is not what the layout says."""
-    if not state:
-        return
-    for key, buffer in member.layout.buffers.items():
-        held = state.get(key)
-        if held is None or held.shape != buffer.shape or held.dtype is not buffer.dtype:
-            found = None if held is None else (tuple(held.shape), held.dtype)
-            raise RuntimeError(
-                f"parameter {member.name!r} has shape {member.shape} and needs {key!r} of {buffer.shape} "
-                f"{buffer.dtype} for {member.configuration}, but the optimizer holds {found}. Did the parameter "
-                "change its shape? Make a new optimizer, or put the old shape back."
-            )
-
-
-def _check_gradient(member: Member) -> None:
-    grad = cast(Tensor, member.param.grad)
-    if type(grad) is Tensor and grad.layout is torch.strided and grad.shape == member.param.shape:
-        return
-    if grad.shape != member.param.shape:
+def _check_state(member: Member, state: Mapping[str, Any]) -> None:
+    problem = misfit(member.layout, state, member.param.device)
+    if problem:
         raise RuntimeError(
-            f"parameter {member.name!r} has shape {tuple(member.param.shape)}, but its gradient has shape "
+            f"parameter {member.name!r} has shape {member.shape} and {problem} ({member.configuration}). Did the "
+            "parameter or its state change its shape or place? Make a new optimizer, or put the old one back."
+        )
+
+
+def _check_tensors(member: Member) -> None:
+    param, grad = member.param, cast(Tensor, member.param.grad)
+    if grad.shape != param.shape:
+        raise RuntimeError(
+            f"parameter {member.name!r} has shape {tuple(param.shape)}, but its gradient has shape "
             f"{tuple(grad.shape)}. Clear gradients when a parameter is replaced."
         )
-    if grad.is_sparse:
+    if grad.layout is not torch.strided:
         raise RuntimeError(
             f"parameter {member.name!r} has a sparse gradient, which BlockOptimizer does not support. Build its "
             "embedding with sparse=False, or give it to torch.optim.SparseAdam."
         )
-    if hasattr(grad, "to_local"):
-        raise NotImplementedError(
-            f"parameter {member.name!r} is a DTensor. Sharded training is not supported yet; plain local state would "
-            "be silently wrong."
-        )
+    for what, tensor in (("its memory", param), ("its gradient's memory", grad)):
+        if type(tensor) in _PLAIN and not tensor.data_ptr() and tensor.numel():
+            raise RuntimeError(
+                f"parameter {member.name!r} cannot be updated: {what} was freed. Is it sharded by a framework that "
+                "gathers it for the forward pass only?"
+            )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration, parse
 from baoc.core.spec import DEFAULT_BETAS
-from baoc.optim import groups, migrate
-from baoc.optim.groups import Group
-from baoc.optim.migrate import ParamState
+from baoc.optim import migrate
+from baoc.optim.groups import Group, Member
+from baoc.optim.state import ParamState
 
 MATURE_AGE = 1000
 """``torch.optim.SGD`` does not count steps: its momentum is taken to be older than it can remember."""
@@ -60,7 +60,18 @@ def read_group(group: Group) -> Group:
     return read
 
 
-def to_torch(optimizer: torch.optim.Optimizer, kind: str = "adamw") -> dict[str, Any]:
+class HasMembers(Protocol):
+    """What :func:`to_torch` needs of an optimizer."""
+
+    @property
+    def state(self) -> Mapping[Tensor, ParamState]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def members(self) -> tuple[Member, ...]: ...
+
+
+def to_torch(optimizer: HasMembers, kind: str = "adamw") -> dict[str, Any]:
     """A state dict that ``torch.optim.AdamW``, ``Adam``, ``SGD`` or ``Adafactor`` can load, whatever the plan is.
 
     State is decoded to fp32; fp32 slots share memory with the optimizer. lr scales have no place in torch's optimizers
@@ -81,9 +92,11 @@ def to_torch(optimizer: torch.optim.Optimizer, kind: str = "adamw") -> dict[str,
     packed = optimizer.state_dict()["param_groups"]
     keys = [key for group in packed for key in group["params"]]
     state = {}
-    for key, member in zip(keys, groups.members(optimizer.param_groups)):
+    for key, member in zip(keys, optimizer.members()):
         if held := optimizer.state.get(member.param):
-            converted = migrate.convert(migrate.holding_of(member, dict(held)), parse(form.configuration))
+            converted = migrate.convert(
+                migrate.holding_of(member, held), parse(form.configuration).layout(member.shape)
+            )
             entry = form.write(converted)
             if member.param.is_complex():
                 entry = {name: torch.view_as_complex(t) if t.dim() else t for name, t in entry.items()}

@@ -1,19 +1,18 @@
-"""What a configuration costs a block: bytes from layouts, time measured on the target with the kernels that run."""
+"""What a configuration costs a block: bytes from layouts, time measured with whatever runs the updates."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from baoc.core.configuration import REFERENCE, Configuration, StoredSlot
-from baoc.core.spec import SMALL_NUMEL, Hyper, Shape, rounding_phase
-from baoc.optim import kernels, migrate
-from baoc.optim.kernels.update import Job
+from baoc.core.codecs import Format
+from baoc.core.configuration import REFERENCE, Configuration
+from baoc.core.spec import SMALL_NUMEL, Shape
 
 REPEATS = 7
 _LARGEST_TIMED = 1 << 17  # elements: beyond, time grows with size alike for all configurations
@@ -52,26 +51,38 @@ def shape_class(shape: Shape) -> Shape:
     return (max(1, -(-SMALL_NUMEL // row), min(shape[0], _LARGEST_TIMED // row)), *shape[1:])
 
 
-Form = tuple[object, tuple[StoredSlot, ...]]
+Form = tuple[object, tuple[Format, ...]]
 """What decides about time: the update rule, and how its slots are really stored. Decay is all but free."""
 
 
 def _form(shape: Shape, configuration: Configuration) -> Form:
-    return type(configuration.mechanism).direction, configuration.layout(shape).slots
+    layout = configuration.layout(shape)
+    rule = type(layout.mechanism)
+    return (rule.direction, rule.finish), layout.formats
 
 
-_MEASURED: dict[tuple[torch.device, str], dict[tuple[Shape, Form], float]] = {}
+class Runner(Protocol):
+    """What is timed: see :class:`baoc.optim.timing.StepRunner`."""
+
+    @property
+    def name(self) -> str:
+        """What the times belong to: a kernel and a device."""
+
+    def __call__(self, shape: Shape, configuration: Configuration) -> Callable[[], None]:
+        """A function that makes one update of such a tensor and returns when it is done."""
+
+
+_MEASURED: dict[str, dict[tuple[Shape, Form], float]] = {}
 
 
 class TimeModel:
     """Update times of configurations relative to AdamW16's (Sec. 3.1), measured once per shape class and kept."""
 
-    def __init__(self, device: torch.device | str = "cpu", kernel: str = "auto", repeats: int = REPEATS) -> None:
-        self.device = torch.device(device)
-        self._kernel = kernels.choose(kernel, self.device).kernel
+    def __init__(self, runner: Runner, repeats: int = REPEATS) -> None:
+        self._runner = runner
         self._repeats = repeats
         # shared by all models of time for one device and kernel: in one process the same plan comes out every time
-        self._seconds = _MEASURED.setdefault((self.device, self._kernel.name), {})
+        self._seconds = _MEASURED.setdefault(runner.name, {})
 
     def ratios(
         self, blocks: Sequence[Mapping[str, Shape]], configurations: Sequence[Configuration]
@@ -98,34 +109,17 @@ class TimeModel:
         if not math.prod(shape):
             return
         forms = {_form(shape, c): c for c in reversed(configurations)}
-        jobs = {form: self._job(shape, c) for form, c in forms.items() if (shape, form) not in self._seconds}
-        samples: dict[Form, list[float]] = {form: [] for form in jobs}
+        updates = {form: self._runner(shape, c) for form, c in forms.items() if (shape, form) not in self._seconds}
+        samples: dict[Form, list[float]] = {form: [] for form in updates}
         for repeat in range(self._repeats + 1):  # interleaved: a slow moment of the machine hits all alike
-            for form, job in jobs.items():
-                seconds = self._time(job)
+            for form, update in updates.items():
+                seconds = self._time(update)
                 if repeat:  # the first warms up, or compiles
                     samples[form].append(seconds)
         # what disturbs a measurement only ever makes it longer
         self._seconds.update({(shape, form): min(values) for form, values in samples.items()})
 
-    def _job(self, shape: Shape, configuration: Configuration) -> Job:
-        layout, mechanism = configuration.layout(shape), configuration.mechanism
-        state = migrate.new_state(layout, self.device)
-        slots = layout.slots
-        return Job(
-            mechanism,
-            slots,
-            torch.ones(shape, device=self.device),
-            torch.ones(shape, device=self.device),
-            {stored.key(name): state[stored.key(name)] for stored in slots for name in stored.buffer_names},
-            mechanism.scalars(Hyper(lr=1e-3), {stored.slot.name: 2 for stored in slots}),
-            {stored.slot.name: rounding_phase(2, i) for i, stored in enumerate(slots)},
-        )
-
-    def _time(self, job: Job) -> float:
+    def _time(self, update: Callable[[], None]) -> float:
         start = time.perf_counter()
-        with torch.no_grad():
-            self._kernel.run([job])
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+        update()
         return time.perf_counter() - start

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from baoc.core.configuration import CATALOG, REFERENCE, Configuration, parse
-from baoc.core.plan import canonical_name
+from baoc.core.roles import canonical_name
 from baoc.core.spec import Shape, real_shape
 
 

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baoc.core.codecs import CODECS
+from baoc.core.codecs import CODECS, Codec, Format, SummedFormat
 from baoc.core.configuration import Configuration, parse
-from baoc.core.spec import NEAREST, Codec, Hyper, Slot, WholeCodec
+from baoc.core.mechanisms import Evidence, pooled_rms
+from baoc.core.rounding import NEAREST
+from baoc.core.spec import Hyper, Slot
 from baoc.profiling.profile import Array, Profile, TensorRecord
 
 EPSILON = 1e-12  # App. A.1
@@ -61,9 +63,10 @@ class Metrics:
         """Eq. 8: cosine between the update with exact state and the one with the configuration's own codecs.
 
         A codec's exact twin is fp32; a factored codec's is the fp32 factorization, whose error is Eq. 7's business.
+        For a mechanism that works on whole matrices, it is the cosine of what those are made from.
         """
         stored = {slot.name: configuration.codec(slot.name) for slot in configuration.mechanism.slots}
-        exact = {name: CODECS["fp32" if codec.pointwise else "factored"] for name, codec in stored.items()}
+        exact = {name: CODECS[codec.exact()] for name, codec in stored.items()}
         u32, exact_norm = self._exact_direction(configuration, exact)
         if exact_norm == 0 or not stored:
             return 1.0  # nothing moves or nothing is stored, so nothing is lost
@@ -76,21 +79,18 @@ class Metrics:
 
     def update_rms(self, configuration: Configuration) -> float:
         """RMS of a configuration's typical update in units of lr, had it run on these gradients from the start."""
-        mechanism = configuration.mechanism
-        hyper = dataclasses.replace(self._hyper, lr=max(self._hyper.lr, 1e-30), lr_scale=1.0)
-        ages = {"m": self._steps, "v": self._steps}
-        scalars = mechanism.scalars(hyper, ages)
-        square = 0.0
+        parts = []
         for record in self._records:
-            direction = mechanism.expected_direction(
-                {"m": torch.from_numpy(record.first), "v": torch.from_numpy(record.second)}, ages, hyper
-            )
-            assert direction is not None  # both moments are known
-            rms = direction.square().mean().sqrt()
-            if mechanism.normalizes:
-                rms = rms * mechanism.step_factor(rms, torch.from_numpy(record.values).square().mean().sqrt(), scalars)
-            square += record.numel * float(rms * scalars["step"] / hyper.lr) ** 2
-        return math.sqrt(square / max(1, sum(record.numel for record in self._records)))
+            mechanism = configuration.layout(record.shape).mechanism
+            first, second = torch.from_numpy(record.first), torch.from_numpy(record.second)
+            means = {"m": first, "v": second}
+            means |= {slot.name: first if slot.signed else second for slot in mechanism.slots}
+            param_rms = math.sqrt(float(np.square(record.values).mean())) if len(record.values) else 0.0
+            evidence = Evidence(means, dict.fromkeys(means, self._steps), param_rms)
+            rms = mechanism.typical_rms(evidence, self._hyper)
+            if rms is not None:
+                parts.append((record.numel, rms))
+        return pooled_rms(parts)
 
     def _exact_direction(self, configuration: Configuration, codecs: dict[str, Codec]) -> tuple[Array, float]:
         """The update with exact state and its norm. The last one is kept: a mechanism's candidates come together."""
@@ -115,7 +115,7 @@ class Metrics:
         """The block's samples of a moment after a codec has stored them. Codecs do not care for a common factor."""
         key = (slot.name, codec.name)
         if key not in self._stored:
-            parts = [stored_and_read(r, r.first if slot.name == "m" else r.second, codec, slot) for r in self._records]
+            parts = [stored_and_read(r, r.first if slot.signed else r.second, codec, slot) for r in self._records]
             self._stored[key] = torch.cat(parts) if parts else torch.zeros(0)
         return self._stored[key]
 
@@ -178,28 +178,30 @@ def structure_residual(
 
 def stored_and_read(record: TensorRecord, samples: Array, codec: Codec, slot: Slot) -> Tensor:
     """Samples as they come back from the codec that this tensor would really use."""
-    codec = codec.resolve(record.shape)
+    stored = codec.at(record.shape, slot)
     value = torch.from_numpy(samples).float()
     if len(value) == record.numel:
-        return _round_trip(value.view(record.shape or (1,)), codec, slot).flatten()
-    if not isinstance(codec, WholeCodec):
+        return _round_trip(value.view(record.shape or (1,)), stored).flatten()
+    if not isinstance(stored, SummedFormat):
         # a group runs over several short rows, or over several small matrices as a convolution's
         trailing = math.prod(record.shape[1:])
         cols = record.grid[2] * max(1, min(256, trailing) // record.shape[-1]) if len(record.shape) > 1 else 1
         padded = torch.nn.functional.pad(value, (0, -len(value) % cols)).view(-1, cols)
-        return _round_trip(padded, codec, slot).flatten()[: len(value)]
+        return _round_trip(padded, stored).flatten()[: len(value)]
     matrices, tail = sampled_matrices(record, samples)
     if len(record.shape) > 2:  # the factors of many matrices are stored as one tensor, in groups over several of them
         whole = sum(len(matrix) == record.grid[1] for matrix in matrices)
         matrices = [*([np.stack(matrices[:whole])[None]] if whole else []), *matrices[whole:]]
-    back = [_round_trip(torch.from_numpy(matrix).float(), codec, slot).flatten() for matrix in matrices]
+    back = [_round_trip(torch.from_numpy(matrix).float(), stored).flatten() for matrix in matrices]
     return torch.cat([*back, torch.from_numpy(tail).float()])
 
 
-def _round_trip(value: Tensor, codec: Codec, slot: Slot) -> Tensor:
-    buffers = {b.name: torch.zeros(b.shape, dtype=b.dtype) for b in codec.layout(tuple(value.shape), slot)}
-    codec.encode(buffers, slice(0, len(value)), value, NEAREST)
-    return codec.decode(buffers, slice(0, len(value)))
+def _round_trip(value: Tensor, stored: Format) -> Tensor:
+    """What comes back of values that are stored in this format, though they are only some of its tensor's."""
+    stored = dataclasses.replace(stored, shape=tuple(value.shape), rows=None)
+    held = {buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype) for buffer in stored.buffers}
+    stored.encode(held, slice(0, len(value)), value, NEAREST)
+    return stored.decode(held, slice(0, len(value)))
 
 
 def sampled_matrices(record: TensorRecord, samples: Array) -> tuple[list[Array], Array]:

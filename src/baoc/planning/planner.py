@@ -6,17 +6,18 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baoc.core.configuration import CATALOG, REFERENCE, Configuration, parse
 from baoc.core.mechanisms import MECHANISMS
-from baoc.core.plan import Block, Plan, PlanError, canonical_name, memory_budget
+from baoc.core.plan import Block, Plan, PlanError, memory_budget
+from baoc.core.roles import canonical_name
 from baoc.core.spec import Hyper, Shape
-from baoc.core.text import human_bytes
+from baoc.core.text import check_names, human_bytes
 from baoc.planning import cost, partition
 from baoc.planning import risk as risks
 from baoc.planning.cost import TimeModel
@@ -45,7 +46,7 @@ class Settings:
     granularity: str = REFINED
     min_share: float = partition.MIN_SHARE
     quantile: float = 0.75
-    candidates: tuple[Configuration, ...] = CATALOG
+    candidates: Sequence[Configuration | str] = CATALOG
     forbid: Patterns = ()
     prefer: Patterns = ()
     preference: float = PREFERENCE
@@ -57,6 +58,16 @@ class Settings:
         if self.granularity not in (REFINED, *partition.GRANULARITIES):
             known = ", ".join((REFINED, *partition.GRANULARITIES))
             raise ValueError(f"unknown granularity {self.granularity!r}. Choose one of {known}.")
+        given = (self.candidates,) if isinstance(self.candidates, (str, Configuration)) else self.candidates
+        object.__setattr__(self, "candidates", tuple(map(parse, given)))
+        if not self.candidates:
+            raise ValueError("there are no candidates to plan with. Give at least one configuration.")
+
+    @classmethod
+    def of(cls, caller: str, given: Mapping[str, Any]) -> Settings:
+        """Settings from keyword arguments; one that is not known is an error in the caller's name."""
+        check_names(given, caller, (field.name for field in fields(cls)))
+        return cls(**given)
 
     def risk_settings(self, hyper: Hyper) -> risks.Settings:
         return risks.Settings(self.anchors, self.weights or {}, self.gamma, hyper.weight_decay)
@@ -88,7 +99,7 @@ class Planner:
 
     @property
     def candidates(self) -> tuple[Configuration, ...]:
-        return self.settings.candidates
+        return cast(tuple[Configuration, ...], self.settings.candidates)
 
     @property
     def reference_bytes(self) -> int:
@@ -259,24 +270,6 @@ def unit_vectors(
         row = [need.adaptive, need.momentum, need.decay, structure, risks.precision_risk(metrics.precision(8))]
         rows.append(row if metrics.has_signal else [np.nan] * len(row))
     return np.array(rows)
-
-
-def plan(
-    profile: Profile,
-    memory: float | int | str = DEFAULT_MEMORY,
-    time: float = DEFAULT_TIME,
-    *,
-    hyper: Hyper | None = None,
-    times: TimeModel | None = None,
-    **settings: object,
-) -> Plan:
-    """The plan of least risk for a profile within a memory and a time budget.
-
-    ``memory`` is a share of AdamW16's state (0.5, "50%"), bytes (an int) or a size ("1.5GiB"); ``time`` bounds the mean
-    of the blocks' update-time ratios to AdamW16. ``settings`` are those of :class:`Settings`.
-    """
-    chosen = Settings(**settings)  # type: ignore[arg-type]
-    return Planner(profile.shapes, profile, hyper or Hyper(lr=1e-3), times or TimeModel(), chosen).plan(memory, time)
 
 
 def _risk_without_signal(configuration: Configuration) -> dict[str, float]:

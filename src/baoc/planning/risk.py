@@ -16,6 +16,7 @@ from baoc.planning.metrics import EPSILON
 
 TERMS = ("adaptive", "momentum", "decay", "structure", "precision", "aggressive")
 GAMMA = 0.1
+PAPER_BITS = (32, 16, 8)
 
 
 class BlockMetrics(Protocol):
@@ -130,8 +131,13 @@ def aggressiveness(configuration: Configuration) -> float:
 
 
 def paper(metrics: BlockMetrics, configuration: Configuration, settings: Settings) -> dict[str, float]:
-    """Eq. 9 plus gamma * Agg, to the letter: precision is AdamW's at the configuration's bit-width."""
-    return _linear(metrics, configuration, settings, precision_risk(metrics.precision(configuration.switches.bits)))
+    """Eq. 9 plus gamma * Agg, to the letter: precision is AdamW's at the configuration's bit-width.
+
+    Where the paper has no AdamW of that width, it is the configuration's own.
+    """
+    bits = configuration.switches.bits
+    cosine = metrics.precision(bits) if bits in PAPER_BITS else metrics.alignment(configuration)
+    return _linear(metrics, configuration, settings, precision_risk(cosine))
 
 
 def update(metrics: BlockMetrics, configuration: Configuration, settings: Settings) -> dict[str, float]:
@@ -198,7 +204,7 @@ def find(risk: str | RiskModel) -> RiskModel:
 class Prior:
     """What is assumed of a block before any gradient was seen: the typical transformer block.
 
-    Its numbers are rounded medians over the modules with matrices of ``experiments.tiny_gpt`` after 60 steps of AdamW
+    Its numbers are rounded medians over the modules with matrices of a small GPT after 60 steps of AdamW
     at lr 1e-3, one seed. The plan for the warm-up, and a dry run's, stand on it.
     """
 
@@ -210,7 +216,9 @@ class Prior:
     structure_residual: float | None = 0.25
 
     def precision(self, bits: int) -> float:
-        return {32: 1.0, 16: 0.999998, 8: 0.99997}[bits]
+        known = {32: 0.0, 16: 2e-6, 8: 3e-5}  # 1 - cosine
+        width = min((width for width in known if width >= bits), default=32)
+        return max(0.0, 1.0 - known[width] * 4.0 ** (width - bits))  # an error's square, for every bit that is missing
 
     def alignment(self, configuration: Configuration) -> float:
         return self.precision(configuration.switches.bits)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baoc.core.files import replaced
 from baoc.core.spec import Shape
 from baoc.profiling.sampling import Sampler
 
@@ -101,12 +102,14 @@ class Profile:
         return cls(records, sampler.steps, sampler.skipped, sampler.seed, sampler.ratio, sampler.betas)
 
     def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a profile's file. One that is there already stays until this one is complete."""
         records = []
         for record in self.records.values():
             fields = asdict(record)
             records.append({k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in fields.items()})
         settings = {name: getattr(self, name) for name in ("steps", "skipped", "seed", "ratio", "betas")}
-        torch.save({"format": FORMAT, "version": VERSION, "records": records, **settings}, path)
+        with replaced(path) as file:
+            torch.save({"format": FORMAT, "version": VERSION, "records": records, **settings}, file)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:

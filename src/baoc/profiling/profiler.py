@@ -10,16 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from baoc.core.plan import canonical_name
+from baoc.core.roles import canonical_name
 from baoc.core.spec import DEFAULT_BETAS
-from baoc.optim.optimizer import BlockOptimizer
 from baoc.profiling.coordinates import RATIO
 from baoc.profiling.profile import Profile, ProfileError
 from baoc.profiling.sampling import Sampler
 
 logger = logging.getLogger("baoc")
-
-WARMUP_CONFIGURATION = "adamw-16"
 
 LossFunction = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch)``: a scalar to call ``backward()`` on."""
@@ -90,46 +87,18 @@ class Profiler:
         self.observe()  # a hook's result would replace the arguments of step()
 
 
-def profile(
+def record(
+    profiler: Profiler,
     model: nn.Module,
     loss_fn: LossFunction,
     batches: Iterable[Any],
-    *,
-    steps: int = 50,
-    lr: float = 1e-3,
-    weight_decay: float = 0.01,
-    betas: tuple[float, float] = DEFAULT_BETAS,
-    ratio: float = RATIO,
-    seed: int = 0,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> Profile:
-    """Train for a few steps and record what the gradients are like. This changes the model's weights.
-
-    Args:
-        model: only its trainable parameters are profiled.
-        loss_fn: ``loss_fn(model, batch)`` returns the loss.
-        batches: a list, a DataLoader or any other iterable. What can be iterated again is, if it is shorter than
-            ``steps``; an iterator is used up to its end.
-        steps: how many.
-        lr: of the AdamW16 that the warm-up is trained with, unless ``optimizer`` is given.
-        weight_decay: likewise.
-        betas: likewise; also the decay of the sampled moments.
-        ratio: which share of each tensor is followed.
-        seed: of the choice of coordinates.
-        optimizer: what to train with instead.
-        on_step: called as ``on_step(step, steps, loss)`` after each step.
-
-    >>> model = nn.Linear(8, 4)
-    >>> seen = profile(model, lambda model, batch: model(batch).square().mean(), [torch.randn(2, 8)], steps=5)
-    >>> seen.steps, seen.shapes
-    (5, {'weight': (4, 8), 'bias': (4,)})
-    """
+    """Train for a few steps under a profiler's eyes. See :func:`baoc.profile`, which says what the arguments are."""
     if steps < 1:
         raise ProfileError(f"steps is {steps}; at least one gradient must be seen.")
-    profiler = Profiler(model, ratio=ratio, seed=seed, betas=betas)
-    if optimizer is None:
-        optimizer = BlockOptimizer(model, lr=lr, betas=betas, weight_decay=weight_decay, plan=WARMUP_CONFIGURATION)
     optimizer.zero_grad()
     taken = 0
     for batch in _cycle(batches, steps):

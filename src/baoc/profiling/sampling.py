@@ -15,15 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.core.codecs import CODECS
-from baoc.core.spec import DEFAULT_BETAS, Rounding, Shape, real_shape, rounding_phase
+from baoc.core.codecs.dense import BF16Format, FP32Format
+from baoc.core.rounding import Rounding, rounding_phase
+from baoc.core.spec import DEFAULT_BETAS, Shape, Slot, real_shape
 from baoc.profiling.coordinates import FLOOR, RATIO, Coordinates, draw, strata_places
 
 HISTORY = 64
 """Steps whose dots and squares are kept. What is older has a weight below 0.2% in the mean that they are kept for."""
 STATE_VERSION = 2
 _SETTINGS = ("ratio", "floor", "seed", "betas", "codec")
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_FORMATS = {"bf16": BF16Format, "fp32": FP32Format}
+_MOMENT = Slot("moment", signed=True)
 _SLOTS = ("first", "second", "previous")
 _TILE = 1 << 15  # elements: few enough for a core's cache, and not worth a second thread
 
@@ -68,8 +70,8 @@ class Sampler:
             raise ValueError(
                 f"the sampling ratio is {ratio}; it must be above 0 and at most 1 (the paper's is {RATIO})."
             )
-        if codec not in _DTYPES:
-            raise ValueError(f"samples cannot be stored as {codec!r}. Choose one of {', '.join(_DTYPES)}.")
+        if codec not in _FORMATS:
+            raise ValueError(f"samples cannot be stored as {codec!r}. Choose one of {', '.join(_FORMATS)}.")
         self.ratio, self.floor, self.seed, self.betas, self.codec = ratio, floor, seed, betas, codec
         self.steps = 0
         self.skipped = 0
@@ -162,9 +164,10 @@ class _Part:
     def __init__(self, coordinates: Mapping[str, Coordinates], device: torch.device, codec: str) -> None:
         self.device = device
         self._coordinates = dict(coordinates)
-        self._codec = CODECS[codec]
         self._size = sum(self.counts.values())
-        self._slots = {slot: torch.zeros(self._size, dtype=_DTYPES[codec], device=device) for slot in _SLOTS}
+        self._format = _FORMATS[codec](_MOMENT, (self._size,))
+        [buffer] = self._format.buffers
+        self._slots = {slot: torch.zeros(buffer.shape, dtype=buffer.dtype, device=device) for slot in _SLOTS}
         self._history = torch.zeros(2, HISTORY, len(coordinates), device=device)
         self._lengths = torch.tensor(list(self.counts.values()), device=device)
         axes = [axis for each in coordinates.values() for axis in each.axes]
@@ -211,9 +214,9 @@ class _Part:
             for slot, beta, observed in zip(("first", "second"), betas, (grad[rows], grad[rows].square())):
                 stored = {"": self._slots[slot]}
                 # not fused: how a fused operation rounds is up to the device
-                value = self._codec.decode(stored, rows) * beta
+                value = self._format.decode(stored, rows) * beta
                 value += observed * (1 - beta)
-                self._codec.encode(stored, rows, value, rounding)
+                self._format.encode(stored, rows, value, rounding)
         self._slots["previous"].copy_(grad)
 
     def streams(self, steps: int) -> dict[str, Stream]:

@@ -1,116 +1,128 @@
 """Adafactor's rank-1 format: the means of a non-negative slot over its last dim and over its second-to-last one.
 
 The means are linear in the slot, so blending them is the same as blending the slot and taking the means again: this
-codec advances by itself and never builds the full tensor.
+format advances by itself and never builds the full tensor.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from baoc.core.codecs.dense import BF16, FP32
-from baoc.core.codecs.int8 import Int8
-from baoc.core.spec import SMALL_NUMEL, Buffer, Codec, Rounding, Scalar, Shape, Slot, WholeCodec
+from baoc.core.codecs.base import Codec, Format, Held, SummedFormat, joined
+from baoc.core.codecs.dense import BF16, FP32, BF16Format, FP32Format
+from baoc.core.codecs.int8 import Int8, Int8Format, fits
+from baoc.core.rounding import Rounding
+from baoc.core.spec import SMALL_NUMEL, Buffer, Scalar, Shape, Slot
 
 
-class Factored(WholeCodec):
-    name = "factored"
-    bits = 32
-    inner: Codec = FP32()
-    """How the two factors are stored."""
+@dataclass(frozen=True)
+class FactoredFormat(SummedFormat):
+    inner: type[Format] = FP32Format  # how the two factors are stored
 
-    def resolve(self, shape: Shape) -> Codec:
-        if len(shape) < 2:
-            return self.inner.resolve(shape)
-        return self if math.prod(shape) >= SMALL_NUMEL else Factored()
+    @functools.cached_property
+    def row(self) -> Format:
+        return self._factor(self.shape[:-1], self.rows)
 
-    def layout(self, shape: Shape, slot: Slot) -> tuple[Buffer, ...]:
-        row, col = shape[:-1], shape[:-2] + shape[-1:]
+    @functools.cached_property
+    def col(self) -> Format:
+        is_matrix = len(self.shape) == 2  # then every shard needs all columns
+        return self._factor(self.shape[:-2] + self.shape[-1:], None if is_matrix else self.rows)
+
+    def _factor(self, shape: Shape, rows: int | None) -> Format:
+        # The parameter as a whole decides what counts as small; a factor only needs rows that int8 can group.
+        inner = BF16Format if self.inner is Int8Format and not fits(shape) else self.inner
+        return inner(self.slot, shape, rows)
+
+    @property
+    def factors(self) -> tuple[tuple[str, Format], ...]:
+        return ("row", self.row), ("col", self.col)
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
         return tuple(
-            Buffer(_join(factor, buffer.name), buffer.shape, buffer.dtype)
-            for factor, factor_shape in (("row", row), ("col", col))
-            for buffer in self._factor_codec(factor_shape).layout(factor_shape, slot)
+            Buffer(joined(name, buffer.name), buffer.shape, buffer.dtype)
+            for name, factor in self.factors
+            for buffer in factor.buffers
         )
 
-    def expand(self, buffers: Mapping[str, Tensor], rows: slice, mean_floor: Scalar) -> Tensor:
-        row = self._read(buffers, "row", rows)  # (rows, *batch, R) or (rows,)
-        col = self._read(buffers, "col", rows if row.dim() > 1 else slice(None))  # (rows, *batch, C) or (C,)
+    def expand(self, held: Held, rows: slice, mean_floor: Scalar) -> Tensor:
+        row = self.row.decode(_part(held, "row", self.row), rows)  # (rows, *batch, R) or (rows,)
+        cols = rows if row.dim() > 1 else slice(None)
+        col = self.col.decode(_part(held, "col", self.col), cols)  # (rows, *batch, C) or (C,)
         # Both factors have the same grand mean; the column's is the one that every shard on dim 0 knows.
         col = col / col.mean(-1, keepdim=True).clamp(min=mean_floor)
         return row.unsqueeze(-1) * col.unsqueeze(-2)
 
-    def encode(self, buffers: Mapping[str, Tensor], rows: slice, value: Tensor, rounding: Rounding) -> None:
-        partial = self.absorb(buffers, rows, value, 0.0, 1.0, rounding, None)
-        self.finish(buffers, 0.0, 1.0, rounding, partial)
-
     def absorb(
-        self,
-        buffers: Mapping[str, Tensor],
-        rows: slice,
-        x: Tensor,
-        keep: Scalar,
-        add: Scalar,
-        rounding: Rounding,
-        partial: Tensor | None,
+        self, held: Held, rows: slice, x: Tensor, keep: Scalar, add: Scalar, rounding: Rounding, partial: Tensor | None
     ) -> Tensor | None:
-        self._blend(buffers, "row", rows, x.mean(-1), keep, add, rounding)
+        _blend(self.row, _part(held, "row", self.row), rows, x.mean(-1), keep, add, rounding)
         if x.dim() > 2:  # dim 0 is a batch dim: its rows have columns of their own
-            self._blend(buffers, "col", rows, x.mean(-2), keep, add, rounding)
+            _blend(self.col, _part(held, "col", self.col), rows, x.mean(-2), keep, add, rounding)
             return None
-        # Rows are divided before they are summed, so that a shard's partial sums can be added up as they are.
-        share = x.sum(0) / buffers["row"].shape[0]  # (C,)
+        # Rows are divided before they are summed, so that a shard's partial sums can be added up as they are. Their
+        # number is read off the tensor where that is all of them, so that a traced graph serves every height.
+        height = self.shape[0] if self.rows is not None else next(iter(_part(held, "row", self.row).values())).shape[0]
+        share = x.sum(0) / height  # (C,)
         return share if partial is None else partial + share
 
-    def finish(
-        self, buffers: Mapping[str, Tensor], keep: Scalar, add: Scalar, rounding: Rounding, partial: Tensor | None
-    ) -> None:
+    def finish(self, held: Held, keep: Scalar, add: Scalar, rounding: Rounding, partial: Tensor | None) -> None:
         if partial is not None:
-            self._blend(buffers, "col", slice(0, partial.shape[0]), partial, keep, add, rounding)
+            cols = slice(0, partial.shape[0])
+            _blend(self.col, _part(held, "col", self.col), cols, partial, keep, add, rounding)
 
-    def _factor_codec(self, shape: Shape) -> Codec:
-        # The parameter as a whole decides what counts as small; a factor only needs rows that int8 can group.
-        return BF16() if isinstance(self.inner, Int8) and not Int8.fits(shape) else self.inner
+    def problem(self, held: Held) -> str | None:
+        problems = (factor.problem(_part(held, name, factor)) for name, factor in self.factors)
+        return next((problem for problem in problems if problem), None)
 
-    def _read(self, buffers: Mapping[str, Tensor], factor: str, rows: slice) -> Tensor:
-        codec, stored = _stored(buffers, factor)
-        return codec.decode(stored, rows)
+    def graph_key(self) -> Hashable:
+        return type(self), self.row.graph_key(), self.col.graph_key(), self.rows is None or self
 
-    def _blend(
-        self,
-        buffers: Mapping[str, Tensor],
-        factor: str,
-        rows: slice,
-        x: Tensor,
-        keep: Scalar,
-        add: Scalar,
-        rounding: Rounding,
-    ) -> None:
-        codec, stored = _stored(buffers, factor)
-        codec.encode(stored, rows, codec.decode(stored, rows) * keep + x * add, Rounding(rounding.phase))
+
+def _part(held: Held, name: str, factor: Format) -> dict[str, Tensor]:
+    return {buffer: held[joined(name, buffer)] for buffer, _ in factor.keys}
+
+
+def _blend(factor: Format, held: Held, rows: slice, x: Tensor, keep: Scalar, add: Scalar, rounding: Rounding) -> None:
+    factor.encode(held, rows, factor.decode(held, rows) * keep + x * add, Rounding(rounding.phase))
+
+
+class Factored(Codec):
+    name = "factored"
+    bits = 32
+    factored = True
+    inner: type[Format] = FP32Format
+    dense: Codec = FP32()
+    """What a vector gets."""
+
+    def at(self, shape: Shape, slot: Slot, rows: int | None = None) -> Format:
+        if len(shape) < 2:
+            return self.dense.at(shape, slot, rows)
+        return FactoredFormat(slot, shape, rows, self.inner if math.prod(shape) >= SMALL_NUMEL else FP32Format)
+
+    def exact(self) -> str:
+        return "factored"
+
+    def refusal(self, slot: Slot) -> str | None:
+        if not slot.signed:
+            return None
+        return f"it keeps row and column means of a non-negative slot, and {slot.name!r} is signed"
 
 
 class FactoredBF16(Factored):
     name = "factored-bf16"
     bits = 16
-    inner = BF16()
+    inner = BF16Format
+    dense = BF16()
 
 
 class FactoredInt8(Factored):
     name = "factored-int8"
     bits = 8
-    inner = Int8()
-
-
-def _join(factor: str, buffer: str) -> str:
-    return f"{factor}.{buffer}" if buffer else factor
-
-
-def _stored(buffers: Mapping[str, Tensor], factor: str) -> tuple[Codec, dict[str, Tensor]]:
-    """The codec a factor is stored with, read off its buffers, and those buffers under the codec's own names."""
-    if factor in buffers:
-        return (BF16() if buffers[factor].dtype == torch.bfloat16 else FP32()), {"": buffers[factor]}
-    return Int8(), {name: buffers[_join(factor, name)] for name in ("codes", "scales")}
+    inner = Int8Format
+    dense = Int8()

@@ -11,15 +11,17 @@ groups, so a plan means the same on one process and on many.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baoc.core.codecs.dense import BF16, FP32
-from baoc.core.spec import NOISE_ONE, SMALL_NUMEL, Buffer, Codec, Rounding, Shape, Slot
+from baoc.core.codecs.base import Codec, Format, Held
+from baoc.core.codecs.dense import BF16Format, FP32Format
+from baoc.core.rounding import NOISE_ONE, Rounding
+from baoc.core.spec import SMALL_NUMEL, Buffer, Shape, Slot
 
 GROUP = 256
 MIN_ROW = 8
@@ -51,38 +53,31 @@ _SIGNED = _Companding(127, 2)
 _UNSIGNED = _Companding(255, 4)
 
 
-class Int8(Codec):
-    name = "int8"
-    bits = 8
+@dataclass(frozen=True)
+class Int8Format(Format):
     view_dims = 2
 
-    def resolve(self, shape: Shape) -> Codec:
-        if math.prod(shape) < SMALL_NUMEL:
-            return FP32()
-        return self if self.fits(shape) else BF16()
-
-    @staticmethod
-    def fits(shape: Shape) -> bool:
-        return len(shape) > 1 and math.prod(shape[1:]) >= MIN_ROW
-
-    def layout(self, shape: Shape, slot: Slot) -> tuple[Buffer, ...]:
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        shape = self.held_shape
         groups = -(-math.prod(shape[1:]) // GROUP)
         return (
-            Buffer("codes", shape, torch.int8 if slot.signed else torch.uint8),
+            Buffer("codes", shape, torch.int8 if self.slot.signed else torch.uint8),
             Buffer("scales", (shape[0], groups), torch.float32),
         )
 
-    def decode(self, buffers: Mapping[str, Tensor], rows: slice) -> Tensor:
-        codes = buffers["codes"][rows]
-        scales = buffers["scales"][rows].unsqueeze(-1)  # (rows, groups, 1)
-        companding = _SIGNED if codes.dtype == torch.int8 else _UNSIGNED
-        unit = to_groups(codes.float()) * (1.0 / companding.top)  # (rows, groups, width), in [-1, 1]
-        return from_groups(companding.raised(unit) * scales, codes.shape)
+    @property
+    def _companding(self) -> _Companding:
+        return _SIGNED if self.slot.signed else _UNSIGNED
 
-    def encode(self, buffers: Mapping[str, Tensor], rows: slice, value: Tensor, rounding: Rounding) -> None:
-        codes = buffers["codes"][rows]
-        signed = codes.dtype == torch.int8
-        companding = _SIGNED if signed else _UNSIGNED
+    def decode(self, held: Held, rows: slice) -> Tensor:
+        codes = held["codes"][rows]
+        scales = held["scales"][rows].unsqueeze(-1)  # (rows, groups, 1)
+        unit = to_groups(codes.float()) * (1.0 / self._companding.top)  # (rows, groups, width), in [-1, 1]
+        return from_groups(self._companding.raised(unit) * scales, codes.shape)
+
+    def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
+        codes, companding = held["codes"][rows], self._companding
         grouped = to_groups(value)  # (rows, groups, width)
         top = grouped.abs().amax(-1, keepdim=True)
         scales = top.clamp(min=SMALLEST_SCALE) * (top > 0)
@@ -92,10 +87,34 @@ class Int8(Codec):
         noise = to_groups(rounding.noise(rows.start, tuple(value.shape), value.device))
         threshold = (NOISE_ONE - noise) * (1.0 / NOISE_ONE)
         code = below + (level - low >= threshold * (high - low))
-        # v must never become zero under a momentum that is not: its smallest code is above zero.
-        code = torch.where(grouped < 0, -code, code) if signed else torch.where(grouped > 0, code.clamp(min=1), code)
+        if self.slot.signed:
+            code = torch.where(grouped < 0, -code, code)
+        else:  # v must never become zero under a momentum that is not: its smallest code is above zero
+            code = torch.where(grouped > 0, code.clamp(min=1), code)
         codes.copy_(from_groups(code, codes.shape))
-        buffers["scales"][rows].copy_(scales.squeeze(-1))
+        held["scales"][rows].copy_(scales.squeeze(-1))
+
+    def problem(self, held: Held) -> str | None:
+        scales = held["scales"]
+        return None if bool((scales.isfinite() & (scales >= 0)).all()) else "scales that are not finite numbers >= 0"
+
+    def graph_key(self) -> Hashable:
+        return type(self), self.slot.signed
+
+
+class Int8(Codec):
+    name = "int8"
+    bits = 8
+
+    def at(self, shape: Shape, slot: Slot, rows: int | None = None) -> Format:
+        if math.prod(shape) < SMALL_NUMEL:
+            return FP32Format(slot, shape, rows)
+        return (Int8Format if fits(shape) else BF16Format)(slot, shape, rows)
+
+
+def fits(shape: Shape) -> bool:
+    """Rows are long enough to share scales."""
+    return len(shape) > 1 and math.prod(shape[1:]) >= MIN_ROW
 
 
 def to_groups(x: Tensor) -> Tensor:

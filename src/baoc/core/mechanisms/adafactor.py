@@ -11,7 +11,21 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from baoc.core.spec import Hyper, Mechanism, Scalars, Slot
+from baoc.core.mechanisms.base import Mechanism
+from baoc.core.spec import Hyper, Reach, Scalars, Setting, Slot
+
+FP32_EPS = torch.finfo(torch.float32).eps
+BETA2_DECAY = Setting(
+    "beta2_decay", -0.8, "a number <= 0", lambda x: x <= 0, "v averages with weights age ** beta2_decay"
+)
+EPS = Setting(
+    "adafactor_eps",
+    (None, 1e-3),
+    "two numbers >= 0, the first of which may be None",
+    lambda x: len(x) == 2 and (x[0] is None or x[0] >= 0) and x[1] >= 0,
+    "torch's eps: the floors of v's root (None: that of fp32) and of the parameter's RMS",
+)
+CLIP = Setting("clip_threshold", 1.0, "a number >= 1", lambda x: x >= 1, "torch's d: the largest RMS of an update")
 
 
 class Adafactor(Mechanism):
@@ -19,13 +33,16 @@ class Adafactor(Mechanism):
     slots = (Slot("v", signed=False, age_is_state=True),)
     adaptive = True
     decoupled = True
-    normalizes = True
+    reach = Reach.SUMS
+    settings = (BETA2_DECAY, EPS, CLIP)
     default_codecs = {"v": "factored"}
 
     def scalars(self, hyper: Hyper, ages: Mapping[str, int]) -> dict[str, float]:
         age = ages["v"]
-        add = age**hyper.beta2_decay
-        eps1, eps2 = hyper.adafactor_eps
+        add = float(age ** BETA2_DECAY.of(hyper))
+        eps1, eps2 = EPS.of(hyper)
+        # torch takes the parameter's own epsilon; all math here is in fp32, whatever the parameter is
+        eps1 = FP32_EPS if eps1 is None else eps1
         return super().scalars(hyper, ages) | {
             "step": min(hyper.lr, 1.0 / math.sqrt(age)) * hyper.lr_scale,
             "v.keep": 1.0 - add,
@@ -33,7 +50,7 @@ class Adafactor(Mechanism):
             "v.floor": eps1 * eps1,
             "v.mean_floor": eps1,  # as torch: where gradients are below 1e-4, it makes v smaller than it is
             "min_param_rms": eps2,
-            "clip": hyper.clip_threshold,
+            "clip": CLIP.of(hyper),
         }
 
     def observe(self, slot: str, grad: Tensor) -> Tensor:

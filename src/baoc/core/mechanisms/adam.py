@@ -7,24 +7,31 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from baoc.core.spec import FP32_TINY, Hyper, Mechanism, Scalars, Slot
+from baoc.core.mechanisms.base import Mechanism
+from baoc.core.spec import FP32_TINY, Hyper, Scalars, Slot
 
 
 class Adam(Mechanism):
     name = "adam"
-    slots = (Slot("m", signed=True), Slot("v", signed=False))
+    slots = (Slot("m", signed=True), Slot("v", signed=False, divides="m"))
     adaptive = True
     momentum = True
 
     def scalars(self, hyper: Hyper, ages: Mapping[str, int]) -> dict[str, float]:
+        masses = {slot.name: self.mass(slot.name, ages[slot.name], hyper) for slot in self.slots}
+        if min(masses.values()) <= 0:  # as in torch, a schedule may pass through such betas where nothing steps
+            raise ValueError(
+                f"{self.name} cannot step with betas ({hyper.beta1}, {hyper.beta2}): averages need them in [0, 1). "
+                "Look at what the schedule does to them."
+            )
         return super().scalars(hyper, ages) | {
             "m.keep": hyper.beta1,
             "m.add": 1.0 - hyper.beta1,
             "v.keep": hyper.beta2,
             "v.add": 1.0 - hyper.beta2,
             "v.mean_floor": FP32_TINY,
-            "m.mass": self.mass("m", ages["m"], hyper),
-            "v.mass_sqrt": math.sqrt(self.mass("v", ages["v"], hyper)),
+            "m.mass": masses["m"],
+            "v.mass_sqrt": math.sqrt(masses["v"]),
             "eps": hyper.eps,
         }
 

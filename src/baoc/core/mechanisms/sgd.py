@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from baoc.core.spec import Hyper, Mechanism, Scalars, Slot
+from baoc.core.mechanisms.base import Mechanism
+from baoc.core.spec import Hyper, Scalars, Slot
 
 
 class SGD(Mechanism):

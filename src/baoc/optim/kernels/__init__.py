@@ -15,7 +15,7 @@ import torch
 
 from baoc.optim.kernels import native
 from baoc.optim.kernels.eager import EagerKernel
-from baoc.optim.kernels.update import Job
+from baoc.optim.kernels.job import Job
 
 logger = logging.getLogger("baoc")
 

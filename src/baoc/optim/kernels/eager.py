@@ -1,13 +1,17 @@
 """The reference kernel: plain torch operations, one tile of rows at a time.
 
-A tile bounds the temporaries: no fp32 copy of a whole low-precision state is ever made.
+A tile bounds the temporaries: no fp32 copy of a whole low-precision state is ever made. What needs whole matrices holds
+the directions of one batch of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from baoc.optim.kernels.update import Job, row_tiles, update
+from baoc.core.spec import Reach
+from baoc.optim.kernels.job import Job
+from baoc.optim.kernels.matrices import run_matrices
+from baoc.optim.kernels.update import Update, row_tiles
 
 TILE_NUMEL = 1 << 16  # 256 KiB of fp32 per temporary: stays in a core's L2 cache
 
@@ -16,17 +20,12 @@ class EagerKernel:
     name = "eager"
 
     def run(self, jobs: Iterable[Job]) -> None:
+        matrices = []
         for job in jobs:
             if job.param.numel() == 0:
                 continue
-            update(
-                job.mechanism,
-                job.slots,
-                job.param.detach(),
-                job.grad.detach(),
-                job.state,
-                job.scalars,
-                job.phases,
-                job.maximize,
-                row_tiles(job.param.shape, TILE_NUMEL),
-            )
+            if job.layout.reach is Reach.MATRIX:
+                matrices.append(job)
+            else:
+                Update(job).run(row_tiles(job.param.shape, TILE_NUMEL))
+        run_matrices(matrices, TILE_NUMEL)

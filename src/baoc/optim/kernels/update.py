@@ -1,153 +1,135 @@
-"""One parameter's update, written once. The eager kernel runs it tile by tile; the compiled one on whole tensors."""
+"""One parameter's update, written once. The eager kernel runs it tile by tile; the compiled one on larger pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from baoc.core.configuration import StoredSlot
-from baoc.core.spec import Mechanism, Rounding, Scalar, Scalars, WholeCodec
-
-State = Mapping[str, Any]
-Phases = Mapping[str, "int | Tensor"]  # rounding phase of each slot at this step
-
-
-class Job(NamedTuple):
-    """Everything that one parameter's step needs. Tensors are real-valued, with at least one dim."""
-
-    mechanism: Mechanism
-    slots: tuple[StoredSlot, ...]
-    param: Tensor
-    grad: Tensor
-    state: State  # by the keys of the layout; may hold more
-    scalars: Mapping[str, float]
-    phases: Mapping[str, int]
-    maximize: bool = False
+from baoc.core.codecs import Format, SummedFormat
+from baoc.core.rounding import Rounding
+from baoc.core.spec import SPIKE, Reach, Scalar
+from baoc.optim.kernels.job import Job
 
 
-def update(
-    mechanism: Mechanism,
-    stored: tuple[StoredSlot, ...],
-    param: Tensor,
-    grad: Tensor,
-    state: State,
-    scalars: Scalars,
-    phases: Phases,
-    maximize: bool,
-    tiles: Sequence[slice],
-) -> None:
-    """Advance the state and the parameter in place, touching one tile of rows (dim 0) at a time."""
-    tile = _Tiles(mechanism, stored, param, grad, state, scalars, phases, maximize)
-    for each in stored:
-        if isinstance(each.codec, WholeCodec):
-            tile.absorb(each, each.codec, tiles)
-    step: Scalar = scalars["step"]
-    if mechanism.normalizes:
-        step = step * tile.step_factor(tiles)
-    for rows in tiles:
-        grad_rows = tile.grad(rows)
-        slots = tile.advanced(rows, grad_rows)
-        direction = mechanism.direction(grad_rows, slots, scalars)
-        tile.store(rows, grad_rows, slots)
-        target = param[rows]
-        wide = target if target.dtype in (torch.float32, torch.float64) else target.float()
-        target.copy_(wide * scalars["shrink"] - direction * step)
-
-
-class _Tiles:
+class Update:
     """Reads and writes the rows of one parameter, its gradient and its state."""
 
-    def __init__(
-        self,
-        mechanism: Mechanism,
-        stored: tuple[StoredSlot, ...],
-        param: Tensor,
-        grad: Tensor,
-        state: State,
-        scalars: Scalars,
-        phases: Phases,
-        maximize: bool,
-    ) -> None:
-        self._mechanism = mechanism
-        self._stored = stored
-        self._param = param
-        self._grad = grad
-        self._buffers = {each.slot.name: buffers_of(each, state) for each in stored}
-        self._scalars = scalars
-        self._phases = phases
-        self._maximize = maximize
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._param, self._scalars = job.param.detach(), job.scalars
+        self._mechanism = job.layout.mechanism
+        self._held = {each.slot.name: each.held_in(job.state) for each in job.layout.formats}
 
-    def grad(self, rows: slice) -> Tensor:
+    def run(self, tiles: Sequence[slice]) -> None:
+        """Advance the state and the parameter in place, touching one tile of rows (dim 0) at a time."""
+        self.absorb(tiles)
+        step: Scalar = self._scalars["step"]
+        if self._mechanism.reach is Reach.SUMS:
+            step = step * self._step_factor(tiles)
+        for rows in tiles:
+            grad = self._grad(rows)
+            self.move(rows, self.direction(rows, grad), step, grad)
+
+    def absorb(self, tiles: Sequence[slice]) -> None:
+        """Take the gradient into the slots that keep sums over all rows."""
+        for stored in self._job.layout.formats:
+            if isinstance(stored, SummedFormat):
+                self._absorb(stored, tiles)
+
+    def direction(self, rows: slice, grad: Tensor | None = None) -> Tensor:
+        """Advance and store the other slots; the update before the step length."""
+        clean = self._clean(self._grad(rows) if grad is None else grad)
+        slots = self._advanced(rows, clean)
+        direction = self._mechanism.direction(clean, slots, self._scalars)
+        self._store(rows, clean, slots)
+        return direction
+
+    def move(self, rows: slice, direction: Tensor, step: Scalar, grad: Tensor | None = None) -> None:
+        """Move the parameter."""
+        if self._job.layout.shares:
+            # what was left out of the state still shows: a gradient that is no number makes its element none
+            grad = self._grad(rows) if grad is None else grad
+            direction = direction + (grad - grad)
+        target = self._param[rows]
+        wide = target if target.dtype == torch.float32 else target.float()
+        target.copy_(wide * self._scalars["shrink"] - direction * step)
+
+    def _grad(self, rows: slice) -> Tensor:
         """fp32 gradient to descend on, with L2 decay if the mechanism's decay is coupled."""
-        grad = self._grad[rows].float()
-        grad = -grad if self._maximize else grad
+        grad = self._job.grad.detach()[rows].float()
+        grad = -grad if self._job.maximize else grad
         if self._mechanism.decoupled:
             return grad
         return grad + self._param[rows].float() * self._scalars["coupled_decay"]
 
-    def absorb(self, stored: StoredSlot, codec: WholeCodec, tiles: Sequence[slice]) -> None:
+    def _clean(self, grad: Tensor) -> Tensor:
+        """The gradient without spikes, where one element's would become its neighbours' trouble."""
+        return torch.where(grad.abs() < SPIKE, grad, 0.0) if self._job.layout.shares else grad
+
+    def _absorb(self, stored: SummedFormat, tiles: Sequence[slice]) -> None:
         name = stored.slot.name
         keep, add = self._scalars[f"{name}.keep"], self._scalars[f"{name}.add"]
-        rounding = Rounding(self._phases[name])
+        rounding = Rounding(self._job.phases[name])
         partial = None
         for rows in tiles:
-            observed = self._mechanism.observe(name, self.grad(rows))
-            partial = codec.absorb(self._buffers[name], rows, observed, keep, add, rounding, partial)
-        codec.finish(self._buffers[name], keep, add, rounding, partial)
+            observed = self._mechanism.observe(name, self._clean(self._grad(rows)))
+            partial = stored.absorb(self._held[name], rows, observed, keep, add, rounding, partial)
+        partial = None if partial is None else self._job.place.sum(partial)
+        stored.finish(self._held[name], keep, add, rounding, partial)
 
-    def advanced(self, rows: slice, grad: Tensor) -> dict[str, Tensor]:
-        """Every slot's new value, before it is rounded into its codec."""
+    def _advanced(self, rows: slice, grad: Tensor) -> dict[str, Tensor]:
+        """Every slot's new value, before it is rounded into its format."""
         slots = {}
-        for stored in self._stored:
+        for stored in self._job.layout.formats:
             name = stored.slot.name
-            if isinstance(stored.codec, WholeCodec):  # has absorbed the gradient already
-                slots[name] = stored.codec.expand(self._buffers[name], rows, self._scalars[f"{name}.mean_floor"])
+            if isinstance(stored, SummedFormat):  # has absorbed the gradient already
+                slots[name] = stored.expand(self._held[name], rows, self._scalars[f"{name}.mean_floor"])
             else:
-                value = stored.codec.decode(self._buffers[name], rows)
+                value = stored.decode(self._held[name], rows)
                 observed = self._mechanism.observe(name, grad)
                 slots[name] = value * self._scalars[f"{name}.keep"] + observed * self._scalars[f"{name}.add"]
         return slots
 
-    def store(self, rows: slice, grad: Tensor, slots: Mapping[str, Tensor]) -> None:
-        for stored in self._stored:
-            if stored.codec.pointwise:
-                rounding = self._rounding(stored, grad, slots)
-                stored.codec.encode(self._buffers[stored.slot.name], rows, slots[stored.slot.name], rounding)
-
-    def _rounding(self, stored: StoredSlot, grad: Tensor, slots: Mapping[str, Tensor]) -> Rounding:
+    def _store(self, rows: slice, grad: Tensor, slots: Mapping[str, Tensor]) -> None:
         """Dithered; but an element without gradient must not move further than exact state would let it.
 
-        Its momentum is rounded down, and its second moment up for as long as there is momentum to divide.
+        So its momentum is rounded toward zero, and shrinks with the root of what is lost of the second moment that
+        divides it: that one is rounded as ever, for it must stay right on average where gradients come now and then.
         """
-        phase = self._phases[stored.slot.name]
-        if stored.codec.bits == 32:
-            return Rounding(phase)
+        stored = [each for each in self._job.layout.formats if not isinstance(each, SummedFormat)]
+        if not any(each.rounds for each in stored):
+            for each in stored:
+                each.encode(self._held[each.slot.name], rows, slots[each.slot.name], Rounding())
+            return
         idle = grad == 0
-        if stored.slot.signed:
-            return Rounding(phase, toward_zero=idle)
-        if "m" in slots:
-            return Rounding(phase, away_from_zero=idle & (slots["m"] != 0))
-        return Rounding(phase)
+        values = dict(slots)
+        for each in sorted(stored, key=lambda each: each.slot.divides is None):  # dividers first
+            name, divided, phase = each.slot.name, each.slot.divides, self._job.phases[each.slot.name]
+            rounding = Rounding(phase, toward_zero=idle) if each.slot.signed else Rounding(phase)
+            each.encode(self._held[name], rows, values[name], rounding)
+            if divided in values and each.rounds:
+                kept = self._kept(each, rows, values[name])
+                values[divided] = torch.where(idle, values[divided] * kept, values[divided])
 
-    def step_factor(self, tiles: Sequence[slice]) -> Tensor:
+    def _kept(self, stored: Format, rows: slice, value: Tensor) -> Tensor:
+        """Which share of a value's root was stored; 1 where it grew."""
+        found = stored.decode(self._held[stored.slot.name], rows)
+        return torch.where(found < value, (found / value).sqrt(), 1.0)
+
+    def _step_factor(self, tiles: Sequence[slice]) -> Tensor:
         """From the RMS of the whole direction and of the parameter, before either has changed."""
         squares = torch.zeros(2, device=self._param.device)
         for rows in tiles:
-            grad = self.grad(rows)
-            direction = self._mechanism.direction(grad, self.advanced(rows, grad), self._scalars)
-            param = self._param[rows].float()
+            clean = self._clean(self._grad(rows))
+            direction = self._mechanism.direction(clean, self._advanced(rows, clean), self._scalars)
+            # an element that is lost already must not take the others with it
+            param = self._param[rows].float().nan_to_num(0.0, 0.0, 0.0)
             squares = squares + torch.stack((direction.square().sum(), param.square().sum()))
-        direction_rms, param_rms = (squares / self._param.numel()).sqrt()
+        place = self._job.place
+        direction_rms, param_rms = (place.sum(squares) / place.numel(self._param)).sqrt()
         return self._mechanism.step_factor(direction_rms, param_rms, self._scalars)
-
-
-def buffers_of(stored: StoredSlot, state: State) -> dict[str, Tensor]:
-    """A slot's buffers under its codec's own names, with at least one dim."""
-    found = {name: state[stored.key(name)] for name in stored.buffer_names}
-    return {name: tensor if tensor.dim() else tensor.view(1) for name, tensor in found.items()}
 
 
 def row_tiles(shape: torch.Size | Sequence[int], tile_numel: int) -> list[slice]:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from torch import nn
 
-from baoc.core.plan import canonical_name
+from baoc.core.roles import canonical_name
 from baoc.core.spec import Shape
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

@@ -1,7 +1,8 @@
 """The update in C: one pass over memory in tiles that stay in the L1 cache, and all tensors of a step in one call.
 
-The C code is given addresses and knows nothing of torch, so one build serves every version of it. What it does not
-serve (other dtypes, parameters that are not contiguous, mechanisms it has no code for) the eager kernel runs.
+The C code is given addresses and knows nothing of torch, so one build serves every version of it. It serves exactly
+the mechanisms and formats that are named here, by their very class, in plain contiguous fp32 and bf16 tensors. Whatever
+else there is (a class derived from one of these, other dtypes, views, tensor subclasses) the eager kernel runs.
 """
 
 from __future__ import annotations
@@ -15,23 +16,39 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from baoc.core.configuration import StoredSlot
+from baoc.core.codecs.base import Format, joined
+from baoc.core.codecs.dense import BF16Format, FP32Format
+from baoc.core.codecs.factored import FactoredFormat
+from baoc.core.codecs.int8 import Int8Format
+from baoc.core.configuration import Layout
+from baoc.core.mechanisms import Mechanism
+from baoc.core.mechanisms.adafactor import Adafactor
+from baoc.core.mechanisms.adam import Adam, AdamW
+from baoc.core.mechanisms.sgd import SGD, SGDM, SGDW, SGDWM
 from baoc.core.spec import Shape
 from baoc.optim.kernels.eager import EagerKernel
-from baoc.optim.kernels.update import Job
+from baoc.optim.kernels.job import Job
 
-_MECHANISMS = {"sgd": 0, "sgdw": 0, "sgdm": 1, "sgdwm": 1, "adam": 2, "adamw": 2, "adafactor": 3}
-_PARAM_TYPES = {torch.float32: 1, torch.bfloat16: 2}
-_TYPES = _PARAM_TYPES | {torch.int8: 3, torch.uint8: 3}
-_FACTORED = 4
-_SCALARS = (
-    *("step", "shrink", "coupled_decay"),
-    *("m.keep", "m.add", "v.keep", "v.add"),
-    *("m.mass", "v.mass_sqrt", "eps"),
-    *("v.floor", "v.mean_floor", "min_param_rms", "clip"),
-)
+# What is what in C: see job.h, which has these names.
+_MECHANISMS: dict[type[Mechanism], str] = {
+    SGD: "SGD",
+    SGDW: "SGD",
+    SGDM: "MOMENTUM",
+    SGDWM: "MOMENTUM",
+    Adam: "ADAM",
+    AdamW: "ADAM",
+    Adafactor: "ADAFACTOR",
+}
+_FORMATS: dict[type[Format], str] = {
+    FP32Format: "FP32",
+    BF16Format: "BF16",
+    Int8Format: "INT8",
+    FactoredFormat: "FACTORED",
+}
+_DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16"}
+_PLAIN = (Tensor, nn.Parameter)  # a subclass may have its numbers anywhere
 
 
 @functools.cache
@@ -65,6 +82,8 @@ class NativeKernel:
         if isinstance(library, str):
             raise RuntimeError(f"kernel='native' cannot run: {library}.")
         self._run = library.run
+        # C spells "m.keep" as m_keep
+        self._scalars = [(name, name.replace("_", ".", 1)) for name in library.JOB_SCALARS]
         self.isa = isa or self.isas()[0]
         self._eager = EagerKernel()
 
@@ -81,98 +100,126 @@ class NativeKernel:
         served: list[Tensor] = []
         left: list[Job] = []
         for job in jobs:
-            job_words = _words(job)
-            if job_words is None:
+            form = _form(job.layout, job.param.shape, job.param.dtype, job.grad.dtype)
+            addresses = None if form is None else _addresses(job, form)
+            if form is None or addresses is None:
                 left.append(job)
                 continue
             key = id(job.scalars)
             if key not in rows:
                 rows[key] = len(rows), job.scalars
-                scalars += [job.scalars.get(name, 0.0) for name in _SCALARS]
-            job_words[_NUMBERS] = rows[key][0]
-            words += job_words
+                scalars += self._row(job)
+            words += form.words(job, rows[key][0], addresses)
             served.append(job.param)
         if served:
             packed = array("q", words), array("d", scalars)
-            addresses = [each.buffer_info()[0] for each in packed]
-            self._run(*addresses, len(served), torch.get_num_threads(), self.isa)
+            self._run(*(each.buffer_info()[0] for each in packed), len(served), torch.get_num_threads(), self.isa)
             torch.autograd.graph.increment_version(served)  # autograd cannot see what C writes
         if left:
             self._eager.run(left)
 
+    def _row(self, job: Job) -> list[float]:
+        return [float(job.scalars.get(dotted, job.scalars.get(name, 0.0))) for name, dotted in self._scalars]
+
+
+@functools.cache
+def _places() -> dict[str, int]:
+    """Where each field of the C struct ``job_words`` stands: its numbers, then its arrays with their parts."""
+    library = _library()
+    assert not isinstance(library, str)
+    arrays = [f"{name}.{part}" for name in library.JOB_ARRAYS for part in library.ARRAY_PARTS]
+    return {name: index for index, name in enumerate((*library.JOB_NUMBERS, *arrays))}
+
 
 class _Form(NamedTuple):
-    """What all jobs with the same shape and the same storage have in common."""
+    """What all jobs with the same layout and dtypes have in common."""
 
     template: list[int]  # the struct ``job_words``, with zeros for what changes
-    addresses: tuple[tuple[int, str], ...]  # where a buffer's address goes, and its key in the state
+    keys: tuple[str, ...]  # of the buffers in the state
+    addresses: tuple[int, ...]  # where the addresses of parameter, gradient and buffers go
+    changing: tuple[int, int, int, int]  # where scalars, negate, m_phase and v_phase stand
+
+    def words(self, job: Job, scalars: int, addresses: list[int]) -> list[int]:
+        words = self.template.copy()
+        numbers = (scalars, job.maximize, job.phases.get("m", 0), job.phases.get("v", 0))
+        for place, number in zip(self.changing, numbers):
+            words[place] = int(number)
+        for place, address in zip(self.addresses, addresses):
+            words[place] = address
+        return words
 
 
-# Where things stand in ``job_words``. An array takes three words: type, address, address of its scales.
-_NUMBERS, _NEGATE, _M_PHASE, _V_PHASE, _PARAM, _GRAD, _M, _V, _V_ROW, _V_COL = 7, 8, 9, 10, 11, 14, 17, 20, 23, 26
-_WORDS = 29
-
-
-def _words(job: Job) -> list[int] | None:
-    """A job as ``job_words``, or ``None`` if it is not for the native kernel."""
-    param, grad, state = job.param, job.grad, job.state
-    form = _form(job.mechanism.name, job.slots, param.shape, param.dtype, grad.dtype)
-    if form is None or not (param.is_contiguous() and grad.is_contiguous()):
-        return None
-    words = form.template.copy()
-    words[_NEGATE] = job.maximize
-    words[_M_PHASE], words[_V_PHASE] = job.phases.get("m", 0), job.phases.get("v", 0)
-    words[_PARAM + 1], words[_GRAD + 1] = param.data_ptr(), grad.data_ptr()
-    for place, key in form.addresses:
-        buffer = state[key]
-        if not buffer.is_contiguous():
+def _addresses(job: Job, form: _Form) -> list[int] | None:
+    """Where parameter, gradient and buffers lie, or ``None`` if one of them is not what C code takes it for."""
+    found = []
+    for tensor in (job.param, job.grad, *(job.state[key] for key in form.keys)):
+        if type(tensor) not in _PLAIN or not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
             return None
-        words[place] = buffer.data_ptr()
-    return words
+        address = tensor.data_ptr()
+        if not address:
+            return None
+        found.append(address)
+    return found
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _form(
-    mechanism: str,
-    slots: tuple[StoredSlot, ...],
-    shape: torch.Size,
-    param_dtype: torch.dtype,
-    grad_dtype: torch.dtype,
-) -> _Form | None:
-    if mechanism not in _MECHANISMS or {param_dtype, grad_dtype} - set(_PARAM_TYPES) or not math.prod(shape):
+def _form(layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype: torch.dtype) -> _Form | None:
+    library, mechanism = _library(), _MECHANISMS.get(type(layout.mechanism))
+    arrays = [part for stored in layout.formats for part in _arrays(stored)]
+    if mechanism is None or {param_dtype, grad_dtype} - set(_DTYPES) or not math.prod(shape):
         return None
-    words = [0] * _WORDS
-    words[:_NUMBERS] = (_MECHANISMS[mechanism], *_geometry(shape))
-    words[_PARAM], words[_GRAD] = _PARAM_TYPES[param_dtype], _PARAM_TYPES[grad_dtype]
-    addresses: list[tuple[int, str]] = []
-    for stored in slots:
-        buffers = {buffer.name: buffer.dtype for buffer in stored.codec.layout(tuple(shape), stored.slot)}
-        place = _M if stored.slot.name == "m" else _V
-        if stored.codec.pointwise:
-            arrays = {"": place}
-        else:
-            words[place] = _FACTORED
-            arrays = {"row": _V_ROW, "col": _V_COL}
-        for name, start in arrays.items():
-            codes, scales = (f"{name}.{part}" if name else part for part in ("codes", "scales"))
-            if name in buffers:
-                words[start] = _TYPES[buffers[name]]
-                addresses.append((start + 1, stored.key(name)))
-            else:
-                words[start] = _TYPES[buffers[codes]]
-                addresses += [(start + 1, stored.key(codes)), (start + 2, stored.key(scales))]
-    return _Form(words, tuple(addresses))
+    if any(name is None for _, name, _ in arrays):
+        return None
+    assert not isinstance(library, str)
+    places, types = _places(), {name: index + 1 for index, name in enumerate(library.TYPES)}
+    words = [0] * len(places)
+    for name, value in _geometry(shape).items():
+        words[places[name]] = value
+    words[places["mechanism"]] = library.MECHANISMS.index(mechanism)
+    words[places["shares"]] = layout.shares
+    words[places["param.type"]], words[places["grad.type"]] = types[_DTYPES[param_dtype]], types[_DTYPES[grad_dtype]]
+    addresses = {"": places["param.data"], " ": places["grad.data"]}
+    for array_name, type_name, keys in arrays:
+        assert type_name is not None
+        words[places[f"{array_name}.type"]] = types[type_name]
+        addresses |= {key: places[f"{array_name}.{part}"] for part, key in keys.items()}
+    changing = (places["scalars"], places["negate"], places["m_phase"], places["v_phase"])
+    return _Form(words, tuple(addresses)[2:], tuple(addresses.values()), changing)
 
 
-def _geometry(shape: Shape | torch.Size) -> tuple[int, ...]:
+def _arrays(stored: Format) -> list[tuple[str, str | None, dict[str, str]]]:
+    """A slot's arrays: name in C, type there (``None``: it has none), and the state's keys of their parts."""
+    name, known = stored.slot.name, _FORMATS.get(type(stored))
+    if known is None:
+        return [(name, None, {})]
+    if not isinstance(stored, FactoredFormat):
+        return [(name, known, _parts(stored, ""))]
+    factors = [(f"{name}_{each}", _FORMATS.get(type(factor)), _parts(stored, each)) for each, factor in stored.factors]
+    return [(name, known, {}), *factors]
+
+
+def _parts(stored: Format, factor: str) -> dict[str, str]:
+    """The state's keys of an array's data and scales. Dense numbers have the array's own name."""
+    keys = dict(stored.keys)
+    if factor in keys:
+        return {"data": keys[factor]}
+    named = {"data": "codes", "scales": "scales"}
+    return {part: keys[joined(factor, buffer)] for part, buffer in named.items()}
+
+
+def _geometry(shape: Shape | torch.Size) -> dict[str, int]:
     """numel, elements of a dim-0 row, and what factors are kept for: stacks, matrices in one, rows, columns.
 
-    >>> _geometry((768,)), _geometry((768, 3072)), _geometry((64, 32, 3, 3))
-    ((768, 768, 1, 1, 1, 768), (2359296, 3072, 1, 1, 768, 3072), (18432, 288, 64, 32, 3, 3))
+    >>> _geometry((768, 3072))
+    {'numel': 2359296, 'row': 3072, 'outer': 1, 'matrices': 1, 'rows': 768, 'cols': 3072}
+    >>> tuple(_geometry((768,)).values()), tuple(_geometry((64, 32, 3, 3)).values())
+    ((768, 768, 1, 1, 1, 768), (18432, 288, 64, 32, 3, 3))
     """
     numel = math.prod(shape)
     if len(shape) == 1:  # its rows would be single elements, but nothing is kept by rows
-        return numel, numel, 1, 1, 1, numel
-    if len(shape) == 2:
-        return numel, shape[1], 1, 1, *shape
-    return numel, math.prod(shape[1:]), shape[0], math.prod(shape[1:-2]), *shape[-2:]
+        sizes: tuple[int, ...] = (numel, numel, 1, 1, 1, numel)
+    elif len(shape) == 2:
+        sizes = (numel, shape[1], 1, 1, *shape)
+    else:
+        sizes = (numel, math.prod(shape[1:]), shape[0], math.prod(shape[1:-2]), *shape[-2:])
+    return dict(zip(("numel", "row", "outer", "matrices", "rows", "cols"), sizes))

@@ -27,8 +27,8 @@ static void write_param(const array *stored, int64_t first, int n, const float *
         store_16(data + i, round_to_bf16(load(x + i, lanes_left(n, i))), lanes_left(n, i));
 }
 
-/* fp32 gradient, with L2 decay if there is any. */
-static const float *gradient(const job *job, int64_t first, int n, float *out)
+/* fp32 gradient to descend on, with L2 decay if there is any. */
+static const float *raw_gradient(const job *job, int64_t first, int n, float *out)
 {
     const float *g = floats_of(&job->words->grad, first, n, out);
     const float decay = (float)job->scalars->coupled_decay;
@@ -42,6 +42,30 @@ static const float *gradient(const job *job, int64_t first, int n, float *out)
         store(out + i, decay == 0.0f ? signed_g : signed_g + load(p + i, lanes_left(n, i)) * decay, lanes_left(n, i));
     }
     return out;
+}
+
+/* Whether a number is beyond SPIKE, or none at all. Sizes are compared as integers, which puts NaN on top. */
+static int has_spike(const float *g, int n)
+{
+    vint top = {0};
+    for (int i = 0; i < n; i += LANES)
+        top = larger_int(top, (vint)magnitude(load(g + i, lanes_left(n, i))));
+    return largest_lane(top) >= SPIKE_BITS;
+}
+
+/* The gradient as the state sees it: without spikes, where one element's would become its neighbours' trouble. */
+static const float *without_spikes(const job *job, const float *g, int n, float *out)
+{
+    if (!job->words->shares || !has_spike(g, n))
+        return g;
+    for (int i = 0; i < n; i++)
+        out[i] = fabsf(g[i]) < SPIKE ? g[i] : 0.0f;
+    return out;
+}
+
+static const float *gradient(const job *job, int64_t first, int n, float *out)
+{
+    return without_spikes(job, raw_gradient(job, first, n, out), n, out);
 }
 
 /* Visits int8 groups, from the start of one on. */

@@ -1,11 +1,14 @@
-/* How numbers are stored, a vector at a time: the C side of `baoc/codecs`. */
+/* How numbers are stored, a vector at a time: the C side of `baoc/core/codecs`. */
 #ifndef BAOC_CODEC_H
 #define BAOC_CODEC_H
 
 #include "simd.h"
 
-/* The numbers of the formats are those of `baoc/spec.py` and `baoc/codecs/int8.py`; tests fail if one side changes. */
+/* The numbers of the formats are those of `baoc/core`: rounding.py, spec.py and codecs/int8.py; tests fail if one side
+ * changes. */
 #define GROUP 256
+#define SPIKE 0x1p56f
+#define SPIKE_BITS 0x5b800000 /* of the same, as an integer */
 #define PHASE_PER_ELEMENT 0x609FD5u
 
 /* ---- dither ---- */
@@ -25,7 +28,6 @@ INLINE vuint next_sequence(vuint sequence) { return sequence + LANES * PHASE_PER
 /* How a value between two codes rounds: up if the fraction of the gap below it is at least the threshold. Thresholds
  * have 12 bits and lie half a step away from 0 and 1, so that a value which is representable up to fp32 rounding stays
  * where it is. */
-#define LEAST_THRESHOLD (8 / 65536.0f)
 #define LARGEST_THRESHOLD (1 - 8 / 65536.0f)
 
 /* One above the threshold, since that takes no further operation. */
@@ -43,7 +45,6 @@ INLINE vfloat decode_bf16(vint data) { return (vfloat)(data << 16); }
 INLINE vint encode_bf16(vfloat x, vint noise) { return (vint)(((vuint)x + (vuint)noise) >> 16); }
 
 #define LEAST_NOISE 8
-#define LARGEST_NOISE (65536 - 8)
 
 INLINE vint noise(vuint sequence) { return (vint)(((sequence >> 7) & 0xfff0u) | 8u); }
 

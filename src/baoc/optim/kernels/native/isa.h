@@ -2,7 +2,7 @@
  *
  * Products are fused with sums by name and never by the compiler, and sums go through a fixed number of lanes in a fixed
  * order: AVX2 and AVX-512 give the same bits, and plain C, where nothing is fused, the same to rounding. The reference
- * is `baoc/kernels/update.py` with the codecs and mechanisms that it calls; tests compare the two for every
+ * is `baoc/optim/kernels/update.py` with the codecs and mechanisms that it calls; tests compare the two for every
  * configuration.
  */
 #include "factors.h"

@@ -1,45 +1,52 @@
-/* What one parameter's step needs. Python fills the two structs from flat arrays, so every member is 64 bits wide and
- * their order is that of the constants `_NUMBERS` ... `_V_COL` and of `_SCALARS` in __init__.py. */
+/* What one parameter's step needs. Python fills the two structs from flat arrays, so every member is 64 bits wide. Their
+ * names stand here and nowhere else: module.c hands these lists to Python. */
 #ifndef BAOC_JOB_H
 #define BAOC_JOB_H
 
 #include <stdint.h>
 
-enum type { FP32 = 1, BF16 = 2, INT8 = 3, FACTORED = 4 }; /* 0: the array is not there */
-enum mechanism { SGD, MOMENTUM, ADAM, ADAFACTOR };
+#define TYPES(X) X(FP32) X(BF16) X(INT8) X(FACTORED) /* from 1 on; 0: the array is not there */
+#define MECHANISMS(X) X(SGD) X(MOMENTUM) X(ADAM) X(ADAFACTOR)
 
-/* One stored array: dense numbers, or codes with one scale per group. */
+/* One stored array: dense numbers, or codes with one scale per group. `data` and `scales` are addresses. */
+#define ARRAY_PARTS(X) X(type) X(data) X(scales)
+
+#define JOB_NUMBERS(X) \
+    X(mechanism) X(numel) \
+    X(row)                                 /* elements of one dim-0 row: int8 groups do not cross rows */ \
+    X(outer) X(matrices) X(rows) X(cols)   /* what factors are kept for: `outer` stacks of `matrices` of `rows` x `cols` */ \
+    X(scalars)                             /* which of the job_scalars are its own */ \
+    X(negate)                              /* maximize */ \
+    X(shares)                              /* a gradient beyond SPIKE would spoil its neighbours' state */ \
+    X(m_phase) X(v_phase)
+
+/* `v` of type FACTORED has its numbers in `v_row`, (outer, matrices, rows), and `v_col`, (outer, matrices, cols). */
+#define JOB_ARRAYS(X) X(param) X(grad) X(m) X(v) X(v_row) X(v_col)
+
+#define JOB_SCALARS(X) \
+    X(step) X(shrink) X(coupled_decay) X(m_keep) X(m_add) X(v_keep) X(v_add) \
+    X(m_mass) X(v_mass_sqrt) X(eps)                         /* adam */ \
+    X(v_floor) X(v_mean_floor) X(min_param_rms) X(clip)     /* factored, adafactor */
+
+#define ENTRY(name) name,
+#define WORD(name) int64_t name;
+#define ARRAY(name) array name;
+#define NUMBER(name) double name;
+
+enum type { NO_ARRAY, TYPES(ENTRY) };
+enum mechanism { MECHANISMS(ENTRY) };
+
 typedef struct {
-    int64_t type;
-    int64_t data;   /* address */
-    int64_t scales; /* address, or 0 */
+    ARRAY_PARTS(WORD)
 } array;
 
 typedef struct {
-    int64_t mechanism;
-    int64_t numel;
-    int64_t row;    /* elements of one dim-0 row: int8 groups do not cross rows */
-    int64_t outer;  /* what factors are kept for: `outer` stacks of `matrices` of `rows` x `cols` */
-    int64_t matrices;
-    int64_t rows;
-    int64_t cols;
-    int64_t scalars; /* which of the job_scalars are its own */
-    int64_t negate;  /* maximize */
-    int64_t m_phase;
-    int64_t v_phase;
-    array param;
-    array grad;
-    array m;
-    array v;        /* of type FACTORED: its numbers are in the next two */
-    array v_row;    /* (outer, matrices, rows) */
-    array v_col;    /* (outer, matrices, cols) */
+    JOB_NUMBERS(WORD)
+    JOB_ARRAYS(ARRAY)
 } job_words;
 
 typedef struct {
-    double step, shrink, coupled_decay;
-    double m_keep, m_add, v_keep, v_add;
-    double m_mass, v_mass_sqrt, eps;                     /* adam */
-    double v_floor, v_mean_floor, min_param_rms, clip;   /* factored, adafactor */
+    JOB_SCALARS(NUMBER)
 } job_scalars;
 
 typedef struct {

@@ -1,4 +1,4 @@
-/* The update in fp32 math: the C side of `baoc/mechanisms`. */
+/* The update in fp32 math: the C side of `baoc/core/mechanisms`. */
 #ifndef BAOC_MECHANISM_H
 #define BAOC_MECHANISM_H
 

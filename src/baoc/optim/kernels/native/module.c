@@ -76,6 +76,28 @@ static PyObject *isas(PyObject *module, PyObject *unused)
     return names;
 }
 
+#define NAME(name) #name,
+
+static const char *const types[] = {TYPES(NAME) NULL};
+static const char *const mechanisms[] = {MECHANISMS(NAME) NULL};
+static const char *const array_parts[] = {ARRAY_PARTS(NAME) NULL};
+static const char *const job_numbers[] = {JOB_NUMBERS(NAME) NULL};
+static const char *const job_arrays[] = {JOB_ARRAYS(NAME) NULL};
+static const char *const scalar_names[] = {JOB_SCALARS(NAME) NULL};
+
+static int add_names(PyObject *module, const char *as, const char *const *names)
+{
+    Py_ssize_t count = 0;
+    while (names[count])
+        count++;
+    PyObject *tuple = PyTuple_New(count);
+    for (Py_ssize_t i = 0; tuple && i < count; i++)
+        PyTuple_SetItem(tuple, i, PyUnicode_FromString(names[i]));
+    int failed = !tuple || PyModule_AddObjectRef(module, as, tuple);
+    Py_XDECREF(tuple);
+    return failed;
+}
+
 static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, "run(words, scalars, count, threads, isa): one step; the first two are addresses"},
     {"isas", isas, METH_NOARGS, "instruction sets that this processor can run, best first"},
@@ -91,8 +113,14 @@ PyMODINIT_FUNC PyInit__native(void)
     PyObject *module = PyModule_Create(&definition);
     if (!module)
         return NULL;
-    PyModule_AddIntConstant(module, "JOB_WORDS", (long)(sizeof(job_words) / 8));
-    PyModule_AddIntConstant(module, "JOB_SCALARS", (long)(sizeof(job_scalars) / 8));
+    if (add_names(module, "TYPES", types) || add_names(module, "MECHANISMS", mechanisms) ||
+        add_names(module, "ARRAY_PARTS", array_parts) || add_names(module, "JOB_NUMBERS", job_numbers) ||
+        add_names(module, "JOB_ARRAYS", job_arrays) || add_names(module, "JOB_SCALARS", scalar_names)) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    PyModule_AddIntConstant(module, "JOB_BYTES", (long)sizeof(job_words));
+    PyModule_AddIntConstant(module, "SCALAR_BYTES", (long)sizeof(job_scalars));
 #ifdef _OPENMP
     PyModule_AddIntConstant(module, "OPENMP", 1);
 #else

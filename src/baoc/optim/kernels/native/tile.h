@@ -37,19 +37,19 @@ INLINE vfloat read(int type, int is_signed, const slot *s, int i, int count)
     }
 }
 
-/* An element without gradient must not move further than exact state would let it: its momentum is rounded down, and
- * its second moment up for as long as there is momentum to divide. */
+/* An element without gradient must not move further than exact state would let it: its momentum is rounded toward zero,
+ * and shrinks with the root of what v loses in rounding. v itself is rounded as ever, for it must stay right on average
+ * where gradients come now and then. */
 INLINE vmask is_idle(vfloat g) { return equal(g, vfloat_of(0.0f)); }
-INLINE vmask is_idle_with(vfloat g, vfloat m) { return is_idle(g) & unequal(m, vfloat_of(0.0f)); }
+
+INLINE vfloat shrunk(vfloat m, vfloat g, vfloat kept_root, vfloat v_root)
+{
+    return choose(is_idle(g) & less(kept_root, v_root), m * (kept_root / v_root), m);
+}
 
 INLINE vint noise_of_m(vuint sequence, vfloat g)
 {
     return choose_int(is_idle(g), vint_of(LEAST_NOISE), noise(sequence));
-}
-
-INLINE vint noise_of_v(vuint sequence, vfloat g, vfloat m)
-{
-    return choose_int(is_idle_with(g, m), vint_of(LARGEST_NOISE), noise(sequence));
 }
 
 /* What goes from one vector to the next: where rounding stands, and the largest |value| of the group so far, lane by
@@ -97,18 +97,24 @@ INLINE progress advance_vector(int mechanism, int m_type, int v_type, const tile
     const vfloat v_root = v_type == FACTORED ? load((const float *)t->v.data + i, count) : v_type ? square_root(v) : v;
     const vfloat move = direction(mechanism, v_type, &t->c, g, m, v_root);
     store(t->p + i, fused_subtract(load(t->p + i, count), vfloat_of(t->c.shrink), move), count);
+    switch (v_type) {
+    case FP32: store((float *)t->v.data + i, v, count); break;
+    case BF16: {
+        const vint stored = encode_bf16(v, noise(at.v_sequence));
+        store_16((uint16_t *)t->v.data + i, stored, count);
+        if (m_type && any_lane(is_idle(g)))
+            m = shrunk(m, g, square_root(decode_bf16(stored)), v_root);
+        break;
+    }
+    case INT8: at.v_top = larger_int(at.v_top, (vint)magnitude(v)); break;
+    }
     switch (m_type) {
     case FP32: store((float *)t->m.data + i, m, count); break;
     case BF16: store_16((uint16_t *)t->m.data + i, encode_bf16(m, noise_of_m(at.m_sequence, g)), count); break;
     case INT8: at.m_top = larger_int(at.m_top, (vint)magnitude(m)); break;
     }
-    switch (v_type) {
-    case FP32: store((float *)t->v.data + i, v, count); break;
-    case BF16: store_16((uint16_t *)t->v.data + i, encode_bf16(v, noise_of_v(at.v_sequence, g, m)), count); break;
-    case INT8: at.v_top = larger_int(at.v_top, (vint)magnitude(v)); break;
-    }
     if (m_type == INT8 || v_type == INT8) {
-        store(t->m.fresh + i, m, count); /* for v too: how it rounds depends on m */
+        store(t->m.fresh + i, m, count); /* for v too: m may shrink with what v loses */
         at.idle |= is_idle(g);
     }
     if (v_type == INT8)
@@ -149,33 +155,70 @@ INLINE roots begin_roots(int m_type, int v_type, const tile *t, levels_per_unit 
     return r;
 }
 
-INLINE progress encode_vector(int m_type, int v_type, int has_idle, const tile *t, roots r, progress at, int i, int count)
+INLINE progress encode_vector(int m_type, int v_type, const tile *t, roots r, progress at, int i, int count)
 {
     fetch_ahead(m_type, v_type, t, i);
-    vfloat m_threshold = threshold_plus_one(at.m_sequence), v_threshold = threshold_plus_one(at.v_sequence);
-    if (has_idle) {
-        const vfloat g = load(t->g + i, count);
-        m_threshold = choose(is_idle(g), vfloat_of(LARGEST_THRESHOLD + 1), m_threshold);
-        v_threshold = choose(is_idle_with(g, r.m), vfloat_of(LEAST_THRESHOLD + 1), v_threshold);
+    if (m_type == INT8) {
+        const vint code = encode_signed(r.m, r.m_level, r.m_root, threshold_plus_one(at.m_sequence));
+        store_8((uint8_t *)t->m.data + i, code, count);
     }
-    if (m_type == INT8)
-        store_8((uint8_t *)t->m.data + i, encode_signed(r.m, r.m_level, r.m_root, m_threshold), count);
-    if (v_type == INT8)
-        store_8((uint8_t *)t->v.data + i, encode_unsigned(r.v_root, r.v_fourth_root, v_threshold), count);
+    if (v_type == INT8) {
+        const vint code = encode_unsigned(r.v_root, r.v_fourth_root, threshold_plus_one(at.v_sequence));
+        store_8((uint8_t *)t->v.data + i, code, count);
+    }
     return next(at);
 }
 
-INLINE void encode_group(int m_type, int v_type, int has_idle, const tile *t, levels_per_unit levels, int i, int end)
+INLINE void encode_group(int m_type, int v_type, const tile *t, levels_per_unit levels, int i, int end)
 {
     progress at = start(t, i);
     roots ready = begin_roots(m_type, v_type, t, levels, i);
     for (; i + LANES <= end; i += LANES) {
         roots begun = begin_roots(m_type, v_type, t, levels, i + LANES);
-        at = encode_vector(m_type, v_type, has_idle, t, ready, at, i, LANES);
+        at = encode_vector(m_type, v_type, t, ready, at, i, LANES);
         ready = begun;
     }
     if (i < end)
-        encode_vector(m_type, v_type, has_idle, t, ready, at, i, end - i);
+        encode_vector(m_type, v_type, t, ready, at, i, end - i);
+}
+
+/* A group with idle elements goes one slot after the other. First v, with which m may shrink; returns m's largest size. */
+INLINE int32_t encode_v_of_idle(int m_type, const tile *t, float levels_root, int i, int end)
+{
+    vint top = {0};
+    progress at = start(t, i);
+    for (; i < end; i += LANES, at = next(at)) {
+        const int count = lanes_left(end, i);
+        const vfloat g = load(t->g + i, count), root = load(t->v.fresh + i, count) * levels_root;
+        const vint code = encode_unsigned(root, square_root(root), threshold_plus_one(at.v_sequence));
+        store_8((uint8_t *)t->v.data + i, code, count);
+        const vfloat m = shrunk(load(t->m.fresh + i, count), g, to_float(code) * to_float(code), root);
+        switch (m_type) {
+        case FP32: store((float *)t->m.data + i, m, count); break;
+        case BF16: store_16((uint16_t *)t->m.data + i, encode_bf16(m, noise_of_m(at.m_sequence, g)), count); break;
+        case INT8: store(t->m.fresh + i, m, count); break;
+        }
+        top = larger_int(top, (vint)magnitude(m));
+    }
+    return largest_lane(top);
+}
+
+INLINE void encode_m_of_idle(const tile *t, float levels, int i, int end)
+{
+    progress at = start(t, i);
+    for (; i < end; i += LANES, at = next(at)) {
+        const int count = lanes_left(end, i);
+        const vfloat m = load(t->m.fresh + i, count), level = level_of_signed(m, levels);
+        const vfloat threshold = choose(is_idle(load(t->g + i, count)), vfloat_of(LARGEST_THRESHOLD + 1),
+                                        threshold_plus_one(at.m_sequence));
+        store_8((uint8_t *)t->m.data + i, encode_signed(m, level, square_root(level), threshold), count);
+    }
+}
+
+INLINE float m_levels(const tile *t, int group, int32_t top)
+{
+    t->m.scales[group] = scale_of(top);
+    return levels_of(SIGNED_LEVELS, t->m.scales[group]);
 }
 
 /* Three rounds, so that the slow way from a group's values to its scale is gone for all groups at once. */
@@ -194,7 +237,7 @@ INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
             at = advance_vector(mechanism, m_type, v_type, t, keep, at, i, LANES);
         if (i < end)
             at = advance_vector(mechanism, m_type, v_type, t, keep, at, i, end - i);
-        idle[group] = any_lane(at.idle);
+        idle[group] = m_type && any_lane(at.idle);
         if (m_type == INT8)
             m_tops[group] = largest_lane(at.m_top);
         if (v_type == INT8)
@@ -203,10 +246,8 @@ INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
     if (m_type != INT8 && v_type != INT8)
         return;
     for (int group = 0; group < t->groups; group++) {
-        if (m_type == INT8) {
-            t->m.scales[group] = scale_of(m_tops[group]);
-            levels[group].m = levels_of(SIGNED_LEVELS, t->m.scales[group]);
-        }
+        if (m_type == INT8)
+            levels[group].m = m_levels(t, group, m_tops[group]);
         if (v_type == INT8) {
             t->v.scales[group] = scale_of(v_tops[group]);
             levels[group].v_root = sqrtf(levels_of(UNSIGNED_LEVELS, t->v.scales[group]));
@@ -214,10 +255,16 @@ INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
     }
     for (int group = 0; group < t->groups; group++) {
         const int first = t->starts[group], end = t->starts[group + 1];
-        if (idle[group])
-            encode_group(m_type, v_type, 1, t, levels[group], first, end);
-        else
-            encode_group(m_type, v_type, 0, t, levels[group], first, end);
+        if (!idle[group]) {
+            encode_group(m_type, v_type, t, levels[group], first, end);
+            continue;
+        }
+        if (v_type == INT8) {
+            const int32_t top = encode_v_of_idle(m_type, t, levels[group].v_root, first, end);
+            levels[group].m = m_type == INT8 ? m_levels(t, group, top) : 0.0f;
+        }
+        if (m_type == INT8)
+            encode_m_of_idle(t, levels[group].m, first, end);
     }
 }
 
@@ -269,12 +316,13 @@ static void expand(const job_words *w, const factors *f, int64_t first, int n, f
 static void update_tile(const job *job, const factors *f, const numbers *c, int64_t first, int n)
 {
     const job_words *w = job->words;
-    float g[TILE], p[TILE], m[TILE + 2 * LANES], v[TILE + 2 * LANES];
+    float g[TILE], clean[TILE], p[TILE], m[TILE + 2 * LANES], v[TILE + 2 * LANES];
+    const float *raw = raw_gradient(job, first, n, g);
     group_cursor at = group_at(w->row, first);
     tile t;
     t.c = *c;
     t.first = first;
-    t.g = gradient(job, first, n, g);
+    t.g = without_spikes(job, raw, n, clean);
     t.p = floats_of(&w->param, first, n, p);
     t.m = slot_at(&w->m, first, at.group, w->m_phase, m);
     t.v = slot_at(&w->v, first, at.group, w->v_phase, v);
@@ -290,6 +338,9 @@ static void update_tile(const job *job, const factors *f, const numbers *c, int6
         t.groups++;
     }
     advance_tile(w, &t);
+    if (t.g != raw) /* what was left out of the state still shows: what is no number makes its element none */
+        for (int i = 0; i < n; i++)
+            t.p[i] += raw[i] - raw[i];
     write_param(&w->param, first, n, t.p);
 }
 

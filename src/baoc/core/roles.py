@@ -1,0 +1,97 @@
+"""What a parameter is in its model. Mechanisms that work on whole matrices suit some roles and not others.
+
+>>> from torch import nn
+>>> model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 100))
+>>> {name: role.value for name, role in roles_of(model).items() if name.endswith("weight")}
+{'0.weight': 'embedding', '1.weight': 'matrix', '2.weight': 'vector', '3.weight': 'head'}
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from enum import Enum
+
+from torch import nn
+
+from baoc.core.spec import Shape, real_shape
+
+_KERNEL_SIDE = 16  # the last dim of a 3-d tensor: a convolution's kernel is shorter, a matrix of a stack is not
+_EMBEDDING_NAME = re.compile(r"(^|[._])(w[tp]e|emb|embed\w*|[a-z]+_emb\w*|cls_token)(?=[._]|$)", re.IGNORECASE)
+_HEAD_NAME = re.compile(r"(^|\.)(lm_head|head|classifier|fc_out|proj_out)(?=\.|$)", re.IGNORECASE)
+_WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+class Role(Enum):
+    """What a parameter is."""
+
+    VECTOR = "vector"  # a bias, a norm's gain, a scalar
+    MATRIX = "matrix"  # a hidden one
+    STACK = "stack"  # of matrices, such as experts
+    CONVOLUTION = "convolution"
+    EMBEDDING = "embedding"  # of tokens or positions: a row is looked up
+    HEAD = "head"  # from features to classes or tokens
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without the parts that ``torch.compile``, FSDP and activation checkpointing put into it.
+
+    >>> canonical_name("_orig_mod.h.0._checkpoint_wrapped_module.attn.weight")
+    'h.0.attn.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+
+
+def role_of(shape: Shape, name: str = "") -> Role:
+    """The role by shape, and by name where one is given and says more.
+
+    >>> [role_of(shape).value for shape in ((64,), (64, 64), (8, 64, 64), (64, 32, 3, 3), (64, 32, 5))]
+    ['vector', 'matrix', 'stack', 'convolution', 'convolution']
+    >>> role_of((50257, 768), "transformer.wte.weight").value, role_of((50257, 768), "lm_head.weight").value
+    ('embedding', 'head')
+    """
+    if len(shape) < 2:
+        return Role.VECTOR
+    if _EMBEDDING_NAME.search(name):
+        return Role.EMBEDDING
+    if _HEAD_NAME.search(name):
+        return Role.HEAD
+    if len(shape) == 2:
+        return Role.MATRIX
+    return Role.STACK if len(shape) == 3 and shape[-1] >= _KERNEL_SIDE else Role.CONVOLUTION
+
+
+def roles_of(model: nn.Module) -> dict[str, Role]:
+    """The role of every parameter, by module types first: embeddings, and the last linear map, which is the head."""
+    by_module: dict[int, Role] = {}
+    last_linear: nn.Linear | None = None
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            by_module[id(module.weight)] = Role.EMBEDDING
+        elif isinstance(module, nn.Linear):
+            last_linear = module
+            by_module.setdefault(id(module.weight), Role.MATRIX)
+    if last_linear is not None and by_module[id(last_linear.weight)] is Role.MATRIX:  # else tied to an embedding
+        by_module[id(last_linear.weight)] = Role.HEAD
+    return {
+        canonical_name(name): by_module.get(id(param)) or role_of(real_shape(param), canonical_name(name))
+        for name, param in model.named_parameters()
+    }
+
+
+def roles_by_name(shapes: Mapping[str, Shape]) -> dict[str, Role]:
+    """The role of every parameter where there is no module to ask."""
+    return {name: role_of(shape, name) for name, shape in shapes.items()}
+
+
+def as_matrices(shape: Shape) -> tuple[int, int, int]:
+    """A tensor as (matrices, rows, columns): a stack is a batch, a convolution has its outputs for rows.
+
+    >>> as_matrices((768, 3072)), as_matrices((8, 64, 32)), as_matrices((64, 32, 3, 3))
+    ((1, 768, 3072), (8, 64, 32), (1, 64, 288))
+    """
+    if role_of(shape) is Role.STACK:
+        return shape[0], shape[1], shape[2]
+    rows = shape[0] if shape else 1
+    return 1, rows, math.prod(shape[1:])

@@ -1,0 +1,73 @@
+"""How codecs round: to nearest, or dithered by a sequence that depends on an element's place and age alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baoc.core.spec import Shape
+
+# Additive recurrences with the "plastic number" ratios: (index, age) -> phase is a two-dimensional low-discrepancy
+# sequence, so every element rounds up in the right share of steps, and every step in the right share of elements.
+# 23 bits, which native code can read as the mantissa of a float without shifting them.
+_PHASE_PER_ELEMENT = 0x609FD5
+_PHASE_PER_STEP = 0x48F087
+_PHASE_PER_SLOT = 0x4F1BBD
+_PHASE_BITS = 23
+_PHASE_MASK = (1 << _PHASE_BITS) - 1
+
+NOISE_ONE = 1 << 16
+NOISE_MARGIN = 8
+"""Noise has 12 bits and lies half a step away from 0 and 1, so that a value which is representable up to fp32 rounding
+stays where it is."""
+
+
+def rounding_phase(age: int, slot_index: int) -> int:
+    """Where the rounding sequence of a slot stands at an age. Depends on nothing else, so a resumed run repeats it."""
+    return (age * _PHASE_PER_STEP + slot_index * _PHASE_PER_SLOT) & _PHASE_MASK
+
+
+def phase_at(phase: int, element: int) -> int:
+    """The phase under which a tensor that begins at another one's ``element`` is rounded as that one is there.
+
+    >>> whole = Rounding(5).noise(0, (6,), torch.device("cpu"))
+    >>> torch.equal(whole[4:], Rounding(phase_at(5, 4)).noise(0, (2,), torch.device("cpu")))
+    True
+    """
+    return (phase + element * _PHASE_PER_ELEMENT) & _PHASE_MASK
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How a codec rounds: to nearest, or dithered by a reproducible low-discrepancy sequence.
+
+    Rounding to nearest would freeze a second moment in a low-precision format: at beta2 = 0.999 a step changes it by
+    0.1%, less than half a code. Dithering is right on average, needs no generator state, and does not depend on tiles,
+    threads or shards.
+    """
+
+    phase: int | Tensor | None = None
+    """``None`` rounds to nearest."""
+    toward_zero: Tensor | None = None  # bool, shape of the tile: elements that must not grow
+
+    def noise(self, first_row: int, shape: Shape, device: torch.device) -> Tensor:
+        """int32 noise in [0, 65536): a fraction f of a code is rounded up if ``f * 65536 + noise >= 65536``.
+
+        ``first_row`` is the tile's first row in the whole tensor, whose rows have ``prod(shape[1:])`` elements.
+        """
+        if self.phase is None:
+            noise = torch.full(shape, NOISE_ONE // 2, dtype=torch.int32, device=device)
+        else:
+            row_numel = math.prod(shape[1:])
+            index = torch.arange(shape[0] * row_numel, device=device) + first_row * row_numel
+            phase = (index * _PHASE_PER_ELEMENT + self.phase) & _PHASE_MASK
+            noise = ((phase >> _PHASE_BITS - 16) & -2 * NOISE_MARGIN | NOISE_MARGIN).to(torch.int32).view(shape)
+        if self.toward_zero is not None:
+            noise = noise.masked_fill(self.toward_zero.view(shape), NOISE_MARGIN)
+        return noise
+
+
+NEAREST = Rounding()

@@ -1,6 +1,6 @@
 """The paper's StateMem column beside ours, with the reason for every difference.
 
-python -m experiments.statemem
+python -m experiments statemem
 
 Nothing is allocated: models are on the meta device, and bytes follow from shapes. "their rule" is how the paper's
 figure comes about, as far as the figures tell; "ours" is what our build of the method holds for the whole model.
@@ -248,7 +248,3 @@ def _row(model: str, method: str, place: str, figure: str) -> Row:
 def _on_meta(model: str) -> nn.Module:
     with torch.device("meta"):
         return MODELS[model]()
-
-
-if __name__ == "__main__":
-    print(table())

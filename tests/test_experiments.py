@@ -8,6 +8,8 @@ import io
 import json
 import logging
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,10 @@ import torch
 
 import baoc
 import experiments.runs
-from baoc.cli import checkout, experiment, main, quiet
-from experiments import methods, packages, record, workloads
+from baoc import cli
+from baoc.cli import quiet
+from experiments import methods, packages, workloads
+from experiments.commands import main
 from experiments.runs import EXPERIMENTS, Request, RunError, RunOptions, StoreError, run, tables, train_cell, variants
 from tests.tiny_workload import cell_for
 
@@ -24,7 +28,6 @@ pytestmark = pytest.mark.usefixtures("without_compiling")
 
 
 def test_all_experiments_name_what_there_is() -> None:
-    assert list(EXPERIMENTS) == list(experiment.NAMES)
     for one in EXPERIMENTS.values():
         assert set(one.workloads) <= set(workloads.names())
         assert all(name.endswith(("/embedded", "/digits")) for name in one.workloads)  # no download
@@ -80,28 +83,55 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str], *words: str) ->
         code = int(stop.code or 0)
     captured = capsys.readouterr()
     assert code == 2 and captured.out == ""
-    assert len(captured.err.splitlines()) == 1 and captured.err.startswith("baoc")
+    assert len(captured.err.splitlines()) == 1 and captured.err.startswith("python -m experiments")
     for word in words:
         assert word in captured.err
 
 
-def test_the_command_refuses_in_one_line(
+def test_the_commands_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    listed = capsys.readouterr().err.split()
+    for name in (*EXPERIMENTS, "workloads", "train", "record", "statemem"):
+        assert name in listed
+        with pytest.raises(SystemExit, match="0"):
+            main([name, "--help"])
+        assert f"python -m experiments {name}" in capsys.readouterr().out
+
+
+def test_the_module_runs_as_the_command_and_help_loads_no_other_library() -> None:
+    code = (
+        "import contextlib, runpy, sys\n"
+        "sys.argv = ['', 'sweep', '--help']\n"
+        "with contextlib.suppress(SystemExit): runpy.run_module('experiments', run_name='__main__')\n"
+        "sys.exit(not {'bitsandbytes', 'diffusers', 'matplotlib', 'torchao', 'transformers'}.isdisjoint(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0 and found.stderr == ""
+    assert found.stdout.startswith("usage: python -m experiments sweep")
+
+
+def test_the_commands_refuse_in_one_line(
     tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused(["experiment", "fixd"], capsys, "fixed-budget")
-    refused(["experiment", "sweep", "--workload", "gpt-smal/embedded"], capsys, "gpt-small/embedded")
-    refused(["experiment", "sweep", "--workload", tiny, "--method", "moun"], capsys, "Did you mean muon?")
-    refused(["experiment", "sweep", "--workload", "nowhere.py"], capsys, "nowhere.py")
-    refused(["experiment", "sweep", "--seeds", "0"], capsys, "at least 1")
-    refused(["experiment", "sweep", "--tables-only"], capsys, "no finished runs", "results/sweep")
-    monkeypatch.setattr(checkout, "REPOSITORY", tmp_path)
-    refused(["experiment", "sweep"], capsys, "needs a clone")
-    refused(["statemem"], capsys, "needs a clone")
+    refused(["fixd"], capsys, "fixed-budget")
+    refused(["sweep", "--workload", "gpt-smal/embedded"], capsys, "gpt-small/embedded")
+    refused(["sweep", "--workload", tiny, "--method", "moun"], capsys, "Did you mean muon?")
+    refused(["sweep", "--workload", tiny, "--variant", "gamma 0.9"], capsys, "has no variant")
+    refused(["sweep", "--workload", "nowhere.py"], capsys, "nowhere.py")
+    refused(["sweep", "--seeds", "0"], capsys, "at least 1")
+    refused(["sweep", "--length", "7", "--workload", tiny], capsys, "at least 8")
+    refused(["sweep", "--tables-only"], capsys, "no finished runs", "results/sweep")
+    refused(["workloads", "gpt-small"], capsys, "gpt-small")
+    refused(["statemem", "--jsn"], capsys, "--jsn")
+    refused(["train"], capsys, "NAME")
+    refused(["train", "gpt-smal/embedded"], capsys, "gpt-small/embedded")
+    refused(["train", tiny, "--lr", "0"], capsys, "above 0")
+    refused(["train", tiny, "--device", "abacus"], capsys, "not a device")
 
 
-def test_the_command_runs_an_experiment(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["experiment", "online", "--workload", tiny, "--no-tuning", "--seeds", "1", "--output", str(tmp_path / "o")]
+def test_a_command_runs_an_experiment(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["online", "--workload", tiny, "--no-tuning", "--seeds", "1", "--output", str(tmp_path / "o")]
     assert main(argv) == 0
     captured = capsys.readouterr()
     assert "| BAOC 0.5, online, restarting |" in captured.out and f"saved {tmp_path / 'o' / 'table.md'}" in captured.out
@@ -137,11 +167,11 @@ def test_docstring_examples() -> None:
 
 def test_a_profile_is_recorded_and_planned_from(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tiny.profile"
-    record.main([tiny, "--steps", "3", "--memory", "0.8", "--bf16-weights", "--output", str(path)])
+    assert main(["record", tiny, "--steps", "3", "--memory", "0.8", "--bf16-weights", "--output", str(path)]) == 0
     captured = capsys.readouterr()
     assert captured.err.count(", state ") == 3 and f"saved {path}" in captured.out
     assert baoc.Profile.load(path).steps == 3
-    assert main(["plan", str(path), "--memory", "60%"]) == 0
+    assert cli.main(["plan", str(path), "--memory", "60%"]) == 0
     assert "of AdamW16's" in capsys.readouterr().out
 
 
@@ -157,6 +187,4 @@ def test_a_profile_is_recorded_and_planned_from(tiny: str, tmp_path: Path, capsy
 def test_a_recording_that_cannot_be_made_is_refused(
     changed: list[str], words: str, tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        record.main([tiny, "--steps", "3", "--output", str(tmp_path / "x.profile"), *changed])
-    assert stop.value.code == 2 and words in capsys.readouterr().err
+    refused(["record", tiny, "--steps", "3", "--output", str(tmp_path / "x.profile"), *changed], capsys, words)

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import experiments.workloads
+from experiments.commands import main
 from experiments.workloads import Options, WorkloadError, describe, get, images, load, names, text, tokens
 from experiments.workloads.language import IGNORED
 from experiments.workloads.registry import FAMILIES
@@ -457,19 +458,10 @@ def test_what_is_no_file_is_an_error(tmp_path):
 # -- documentation and command
 
 
-def test_the_command_lists_and_trains(monkeypatch, capsys, tmp_path):
-    from experiments.workloads.__main__ import main
-
-    for arguments, said in (
-        ([], "llama3.2-3b/gsm8k"),
-        (["vit-small/digits", "--steps", "2", "--batch-size", "4", "--eval-batches", "1"], "in 2 steps"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["workloads", *arguments])
-        main()
-        assert said in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["workloads", "vit/cifar10", "--data", str(tmp_path)])
-    with pytest.raises(SystemExit, match="2"):
-        main()
+def test_the_command_trains(capsys, tmp_path):
+    assert main(["train", "vit-small/digits", "--steps", "2", "--batch-size", "4", "--eval-batches", "1"]) == 0
+    assert "in 2 steps" in capsys.readouterr().out
+    assert main(["train", "vit/cifar10", "--data", str(tmp_path)]) == 2
     assert "'cifar10' was not found" in capsys.readouterr().err
 
 

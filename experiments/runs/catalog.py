@@ -1,4 +1,7 @@
-"""The paper's experiments as tables: which workloads, methods and variants each has by default."""
+"""The paper's experiments as tables: which workloads, methods and variants each has by default.
+
+Each is a command, ``python -m experiments NAME``.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ class Experiment:
 
     name: str
     title: str
+    summary: str
+    """For the command line."""
     workloads: tuple[str, ...]
     methods: tuple[str, ...]
     columns: tuple[str, ...]
@@ -37,6 +42,7 @@ _ALL = (
     Experiment(
         "fixed-budget",
         "Fixed-budget allocation",
+        "all methods, BAOC at half of AdamW16's state",
         (*LANGUAGE, "llama-small/embedded", *VISION, *DIFFUSION),
         tuple(name for name in methods.names() if name not in PEERS),
         columns=("state", "share", "loss", "time", "train", "test", "against"),
@@ -45,6 +51,7 @@ _ALL = (
     Experiment(
         "sweep",
         "Memory-budget sweep",
+        "BAOC and two heuristics over many budgets",
         (*VISION, *DIFFUSION, LANGUAGE[0]),
         (
             *(f"{family}@{share:g}" for family in ("baoc", "baoc-paper", "by-type", "by-size") for share in BUDGETS),
@@ -56,6 +63,7 @@ _ALL = (
     Experiment(
         "long",
         "Longer schedule, with hybrid optimizers",
+        "a longer schedule, with Muon, COSMOS and SPAM",
         LANGUAGE,
         ("muon", "cosmos", "spam", "adam-mini", "adamw16", "adamw32", "baoc@0.5"),
         columns=("test", "against", "time", "state"),
@@ -65,6 +73,7 @@ _ALL = (
     Experiment(
         "diagnostics",
         "One setting of BAOC changed at a time",
+        "BAOC with one setting changed at a time",
         (*VISION, LANGUAGE[0]),
         ("baoc@0.5",),
         columns=("state", "loss", "train", "test", "time", "peak", "moved"),
@@ -73,6 +82,7 @@ _ALL = (
     Experiment(
         "partition",
         "How parameters are cut into blocks",
+        "BAOC with other ways to cut blocks",
         LANGUAGE,
         ("baoc@0.5",),
         columns=("blocks", "state", "loss", "test", "moved"),
@@ -81,6 +91,7 @@ _ALL = (
     Experiment(
         "online",
         "Planning anew during training, with and without inheriting state",
+        "planning anew during training, with and without inheriting state",
         (*VISION, LANGUAGE[0]),
         ("baoc@0.5",),
         columns=("state", "loss", "test", "time", "peak"),

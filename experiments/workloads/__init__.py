@@ -5,8 +5,8 @@ A workload is named ``size/dataset``. The sizes ``vit``, ``gpt2``, ``t5-base``, 
 siblings. The datasets ``embedded`` (text) and ``digits`` (images) need no download. The paper does not say how long, in
 what batches or at what learning rates it trains; those numbers are ours.
 
-    python -m experiments.workloads                      # what there is
-    python -m experiments.workloads gpt-small/embedded   # train one with AdamW
+    python -m experiments workloads                  # what there is
+    python -m experiments train gpt-small/embedded   # train one with AdamW
 
 >>> workload = get("gpt-small/embedded", Options(batch_size=2))
 >>> workload.metric

@@ -10,13 +10,27 @@ from baoc.cli.common import at_least
 from experiments.workloads.base import Options
 
 
+def add_workload(parser: argparse.ArgumentParser) -> None:
+    """Which one."""
+    parser.add_argument(
+        "workload", metavar="NAME", help="one of `python -m experiments workloads`, or a .py file with your own"
+    )
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Where its data is."""
+    parser.add_argument("--data", metavar="DIR", help="has alpaca/, gsm8k/, cifar10/ (default: $BAOC_DATA, or the hub)")
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Everything in :class:`~experiments.workloads.Options`."""
     count = partial(at_least, 1)
-    parser.add_argument("--data", help="folder with alpaca/, gsm8k/, cifar10/ (default: $BAOC_DATA, or else the hub)")
-    parser.add_argument("--cache", help="folder for trained tokenizers (default: $BAOC_CACHE, or else ~/.cache/baoc)")
-    parser.add_argument("--pretrained", help="local path or hub id of weights to start from")
-    parser.add_argument("--bf16", action="store_true", help="bfloat16 autocast")
+    add_data(parser)
+    parser.add_argument(
+        "--cache", metavar="DIR", help="for trained tokenizers (default: $BAOC_CACHE, or ~/.cache/baoc)"
+    )
+    parser.add_argument("--pretrained", metavar="PATH", help="weights to start from: a path or a hub id")
+    parser.add_argument("--bf16", action="store_true", help="compute losses under bfloat16 autocast")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--batch-size", metavar="N", type=count, help="instead of the workload's own")
     parser.add_argument("--length", metavar="N", type=count, help="of sequences, in tokens, instead of the workload's")

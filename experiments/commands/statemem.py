@@ -1,4 +1,4 @@
-"""``baoc statemem``: the paper's StateMem column beside ours, with the reason for every difference."""
+"""``python -m experiments statemem``: the paper's StateMem column beside ours, and the reason for every difference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 import json
 from dataclasses import asdict
 
-from baoc.cli import checkout, common
+from baoc.cli import common
+from experiments import statemem
 
 SUMMARY = "the paper's state memory beside ours, and why they differ"
 
@@ -17,12 +18,12 @@ meta device: nothing is allocated or trained. MB is 2^20 bytes. "their rule" is 
 
 EXAMPLES = """\
 examples:
-  baoc statemem
-  baoc statemem --json"""
+  python -m experiments statemem
+  python -m experiments statemem --json"""
 
 
 def register(commands: common.Commands) -> None:
-    """Add the command to the parser of ``baoc``."""
+    """Add the command."""
     parser = common.add_parser(commands, "statemem", SUMMARY, DESCRIPTION, EXAMPLES)
     common.add_json(parser)
     parser.set_defaults(run=run)
@@ -30,5 +31,4 @@ def register(commands: common.Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the table, or the JSON."""
-    statemem = checkout.load("statemem")
     print(json.dumps([asdict(row) for row in statemem.rows()], indent=2) if args.json else statemem.table())

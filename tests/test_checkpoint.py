@@ -361,6 +361,10 @@ def saved_by(params) -> dict:
     return optimizer.state_dict()
 
 
+def saved_plan() -> str:
+    return saved_by(Net().named_parameters())["param_groups"][0]["plan"]
+
+
 def edited(path, value):
     """A right checkpoint with one thing in it replaced, or dropped if ``value`` is ``None``."""
     state_dict = copy.deepcopy(saved_by(Net().named_parameters()))
@@ -403,7 +407,7 @@ BAD_CHECKPOINTS = {
     "bad betas": (r"invalid betas\[0\]", lambda: edited(["param_groups", 0, "betas"], (1.5, 0.9))),
     "an unknown configuration": (
         "unknown mechanism 'adamz'",
-        lambda: edited(["param_groups", 0, "assignments", 1, "configuration"], "adamz-8"),
+        lambda: edited(["param_groups", 0, "plan"], saved_plan().replace("adamw[", "adamz[")),
     ),
     "amsgrad": ("amsgrad", lambda: torch_state(torch.optim.AdamW, amsgrad=True)),
     "nesterov": ("nesterov", lambda: torch_state(torch.optim.SGD, momentum=0.9, nesterov=True)),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 import torch
@@ -52,22 +52,19 @@ class Layout:
     formats: tuple[Format, ...]  # one for each slot of the mechanism
     buffers: Mapping[str, Buffer]  # by their key in the optimizer's state
 
-    @functools.cached_property
-    def mechanism(self) -> Mechanism:
-        return self.configuration.mechanism
+    mechanism: Mechanism = field(init=False)
+    reach: Reach = field(init=False)
+    shares: bool = field(init=False)
+    """One element's gradient has a part in what happens to others."""
+    nbytes: int = field(init=False)
 
-    @functools.cached_property
-    def reach(self) -> Reach:
-        return max([self.mechanism.reach, *(each.reach for each in self.formats)])
-
-    @functools.cached_property
-    def shares(self) -> bool:
-        """One element's gradient has a part in what happens to others."""
-        return self.mechanism.reach > Reach.ROWS or any(each.shares for each in self.formats)
-
-    @functools.cached_property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers.values())
+    def __post_init__(self) -> None:  # not when first asked: torch.compile cannot trace that
+        mechanism = self.configuration.mechanism
+        shares = mechanism.reach > Reach.ROWS or any(each.shares for each in self.formats)
+        object.__setattr__(self, "mechanism", mechanism)
+        object.__setattr__(self, "reach", max([mechanism.reach, *(each.reach for each in self.formats)]))
+        object.__setattr__(self, "shares", shares)
+        object.__setattr__(self, "nbytes", sum(buffer.nbytes for buffer in self.buffers.values()))
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from baoc.optim.migrate import Holding, Move
 from baoc.optim.state import ParamState
 
 PLAN = "plan"
-"""The plan file's own text, once, in the first group that has parameters. A checkpoint's reader takes it for one value,
-so a plan is replaced as a whole and never mixed with another."""
+"""The key of the first group with parameters under which a state dict has the plan file's own text, once: readers of
+distributed checkpoints take it for one value, so a plan is replaced as a whole and never mixed with another. They ask
+the live group for the keys that it wants, so the key is there too, without a text."""
 _ASSIGNMENTS, _SETTINGS = "assignments", "plan_settings"  # how plans were saved before, parameter by parameter
 
 
@@ -38,9 +39,18 @@ class Prepared(NamedTuple):
     plan: Plan
 
 
-def add_plan(packed_groups: Sequence[Group], plan: Plan) -> None:
+def reserve_plan(param_groups: Sequence[Group]) -> None:
+    """Give the group that will carry the plan its key."""
+    carrier = next((group for group in param_groups if group["params"]), None)
+    if carrier is not None:
+        carrier.setdefault(PLAN, "")
+
+
+def write_plan(packed_groups: Sequence[Group], plan: Plan) -> None:
     """Write a plan into the groups of a state dict."""
-    next((group for group in packed_groups if group["params"]), packed_groups[0])[PLAN] = plan.to_json()
+    for group in packed_groups:
+        if PLAN in group:
+            group[PLAN] = plan.to_json()
 
 
 def prepare(
@@ -131,9 +141,9 @@ def _read_plan(saved: Sequence[Group]) -> Plan | None:
     texts = [group.pop(PLAN) for group in saved if PLAN in group]
     settings = [group.pop(_SETTINGS, {}) for group in saved]
     assignments = [group.pop(_ASSIGNMENTS, None) for group in saved]
-    if texts:
+    if any(texts):
         try:
-            return Plan.from_json(texts[0])
+            return Plan.from_json(next(text for text in texts if text))
         except PlanError as error:
             raise CheckpointError(f"the checkpoint's plan is damaged: {error}") from None
     if all(entries is None for entries in assignments):

@@ -114,6 +114,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         except Exception:
             del self.param_groups[index]  # refused: as if it had never come
             raise
+        checkpoint.reserve_plan(self.param_groups)
         self._plan_given |= "configuration" in param_group
         mine = {name: real_shape(param) for name, param in list(named.items())[self._planned() :]}
         self._plan = dataclasses.replace(
@@ -126,7 +127,7 @@ class BlockOptimizer(torch.optim.Optimizer):
     def _new_blocks(self, index: int, configuration: Configuration, shapes: Mapping[str, Shape]) -> Iterable[Block]:
         taken = {block.name for block in self._plan.blocks}
         prefix = f"group {index}" if index else ""
-        for block in Plan.uniform(configuration, shapes, self._roles_of(shapes)).blocks:
+        for block in Plan.uniform(configuration, shapes, self._roles_of(shapes)).blocks if shapes else ():
             name = prefix if prefix and block.name == "all" else f"{prefix} {block.name}".strip()
             while name in taken:
                 name += "'"
@@ -178,7 +179,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         miss it.
         """
         packed = super().state_dict()
-        checkpoint.add_plan(packed["param_groups"], self._plan)
+        checkpoint.write_plan(packed["param_groups"], self._plan)
         if any(self.state.get(member.param) for member in self.members()):
             for key in (key for group in packed["param_groups"] for key in group["params"]):
                 packed["state"].setdefault(key, {})
@@ -216,7 +217,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             mine = [member for member in self.members() if member.group is group]
             configurations = sorted({str(member.configuration) for member in mine})
             lines += ["", f"Parameter Group {index}: {len(mine)} tensors, {', '.join(configurations)}"]
-            lines += [f"    {key}: {group[key]}" for key in sorted(group) if key not in ("params", "param_names")]
+            hidden = ("params", "param_names", checkpoint.PLAN)
+            lines += [f"    {key}: {group[key]}" for key in sorted(group) if key not in hidden]
         return "\n".join([*lines, ")"])
 
     # ---- plans ----

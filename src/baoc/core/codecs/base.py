@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -55,6 +54,9 @@ class Format(ABC):
     slot: Slot
     shape: Shape  # of the whole parameter
     rows: int | None = None  # of its dim 0 that are held here; None: all
+    age_key: str = field(init=False, repr=False, compare=False)
+    keys: tuple[tuple[str, str], ...] = field(init=False, repr=False, compare=False)
+    """(own name, key in the state) of every buffer."""
 
     reach: ClassVar[Reach] = Reach.ROWS
     rounds: ClassVar[bool] = True
@@ -63,6 +65,10 @@ class Format(ABC):
     """Elements have numbers in common, such as a scale or a mean: see :data:`~baoc.core.spec.SPIKE`."""
     view_dims: ClassVar[int | None] = None
     """1: it works on its tensors in any shape. 2: only rows matter. ``None``: needs the parameter's own shape."""
+
+    def __post_init__(self) -> None:  # not when first asked: torch.compile cannot trace that
+        object.__setattr__(self, "age_key", f"{self.slot.name}.age")
+        object.__setattr__(self, "keys", tuple((buffer.name, self.key(buffer.name)) for buffer in self.buffers))
 
     @property
     @abstractmethod
@@ -97,15 +103,6 @@ class Format(ABC):
     def key(self, buffer: str) -> str:
         """Where a buffer lives in the optimizer's per-parameter state."""
         return joined(self.slot.name, buffer)
-
-    @functools.cached_property
-    def age_key(self) -> str:
-        return f"{self.slot.name}.age"
-
-    @functools.cached_property
-    def keys(self) -> tuple[tuple[str, str], ...]:
-        """(own name, key in the state) of every buffer."""
-        return tuple((buffer.name, self.key(buffer.name)) for buffer in self.buffers)
 
     def held_in(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """The buffers in a parameter's state, under their own names."""

@@ -6,10 +6,9 @@ format advances by itself and never builds the full tensor.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -23,15 +22,15 @@ from baoc.core.spec import SMALL_NUMEL, Buffer, Scalar, Shape, Slot
 @dataclass(frozen=True)
 class FactoredFormat(SummedFormat):
     inner: type[Format] = FP32Format  # how the two factors are stored
+    row: Format = field(init=False, repr=False, compare=False)
+    col: Format = field(init=False, repr=False, compare=False)
 
-    @functools.cached_property
-    def row(self) -> Format:
-        return self._factor(self.shape[:-1], self.rows)
-
-    @functools.cached_property
-    def col(self) -> Format:
+    def __post_init__(self) -> None:
         is_matrix = len(self.shape) == 2  # then every shard needs all columns
-        return self._factor(self.shape[:-2] + self.shape[-1:], None if is_matrix else self.rows)
+        cols = self._factor(self.shape[:-2] + self.shape[-1:], None if is_matrix else self.rows)
+        object.__setattr__(self, "row", self._factor(self.shape[:-1], self.rows))
+        object.__setattr__(self, "col", cols)
+        super().__post_init__()
 
     def _factor(self, shape: Shape, rows: int | None) -> Format:
         # The parameter as a whole decides what counts as small; a factor only needs rows that int8 can group.

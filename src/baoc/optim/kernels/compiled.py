@@ -52,12 +52,13 @@ def _run(job: Job) -> None:
     step = _compiled_step(_Form(job.layout), tuple(job.scalars), tuple(job.phases), keys, job.maximize)
     view = _simplest_view(job.layout)
     held = [tensor for stored in job.layout.formats for tensor in stored.held_in(job.state).values()]
-    by_rows = job.layout.reach is Reach.ROWS
-    for rows in row_tiles(param.shape, PIECE_NUMEL) if by_rows else [slice(None)]:
-        first = (rows.start or 0) * (param.numel() // param.shape[0])
+    by_rows = job.layout.reach is Reach.ROWS and param.numel() > PIECE_NUMEL
+    for rows in row_tiles(param.shape, PIECE_NUMEL) if by_rows else [slice(0, None)]:
+        first = rows.start * (param.numel() // param.shape[0])
         phases = torch.tensor([phase_at(int(each), first) for each in job.phases.values()], dtype=torch.int64)
         state = [view(tensor[rows] if by_rows else tensor) for tensor in held]
-        step(view(param[rows]), view(grad[rows]), state, scalars, phases.to(param.device, non_blocking=True))
+        pieces = [view(tensor[rows] if by_rows else tensor) for tensor in (param, grad)]
+        step(*pieces, state, scalars, phases.to(param.device, non_blocking=True))
     if param.data_ptr() != job.param.data_ptr():
         job.param.copy_(param)
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration
+from baoc.core.mechanisms import known_settings
 from baoc.core.plan import Block, Plan, PlanError, memory_budget
 from baoc.core.spec import DEFAULT_BETAS, Hyper
 from baoc.core.text import human_bytes
@@ -53,7 +54,7 @@ class BAOC(BlockOptimizer):
         replan_every: make a new plan every so many steps; sampling then goes on.
         kernel: as in :class:`BlockOptimizer`.
         settings: those of :class:`~baoc.planning.planner.Settings`, such as ``forbid``, ``prefer``, ``risk`` or
-            ``granularity``.
+            ``granularity``, and those that belong to mechanisms, as in :class:`BlockOptimizer`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
@@ -90,9 +91,11 @@ class BAOC(BlockOptimizer):
             raise ValueError(f"warmup is {warmup} steps; at least one gradient must be seen before planning.")
         if replan_every is not None and replan_every < 1:
             raise ValueError(f"replan_every is {replan_every}; it must be at least 1, or None for one plan only.")
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, kernel=kernel)
+        own = {name: settings.pop(name) for name in known_settings() if name in settings}
+        chosen = Settings.of("BAOC", settings)
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, kernel=kernel, **own)
         self._memory, self._time, self._warmup, self._replan_every = memory, time, warmup, replan_every
-        self._settings = Settings.of("BAOC", settings)
+        self._settings = chosen
         self._settle = settle
         self._last_diagnostics: NDArray[np.float64] | None = None
         self._times: TimeModel | None = None
@@ -130,7 +133,7 @@ class BAOC(BlockOptimizer):
             )
         memory = self._memory if memory is None else memory
         time = self._time if time is None else time
-        changed = dataclasses.replace(self._settings, **settings)
+        changed = self._settings.changed("replan", settings)
         plan = self._best_plan(profile, memory, time, changed)
         self._memory, self._time, self._settings, self.profile = memory, time, changed, profile
         self._adopt(plan, inherit=inherit)

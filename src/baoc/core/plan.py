@@ -8,7 +8,7 @@ import numbers
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baoc.core.configuration import REFERENCE, Configuration, parse
@@ -109,6 +109,17 @@ class Plan:
 
     def block_of(self, parameter: str) -> Block:
         return self._block_of[parameter]
+
+    def __contains__(self, parameter: str) -> bool:
+        return parameter in self._block_of
+
+    def renamed(self, names: Mapping[str, str]) -> Plan:
+        """The same plan for the same parameters under other names; those that have none are left out."""
+        blocks = (
+            replace(block, parameters={names[name]: s for name, s in block.parameters.items() if name in names})
+            for block in self.blocks
+        )
+        return replace(self, blocks=tuple(blocks))
 
     @property
     def state_bytes(self) -> int:

@@ -64,4 +64,4 @@ def check_names(settings: Mapping[str, Any], caller: str, known: Iterable[str]) 
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{caller} has no setting {name!r}.{hint} Known: {', '.join(known)}.")
+            raise TypeError(f"{caller} has no argument {name!r}.{hint} Known: {', '.join(known)}.")

@@ -23,7 +23,8 @@ from baoc.optim.state import ParamState
 PLAN = "plan"
 """The key of the first group with parameters under which a state dict has the plan file's own text, once: readers of
 distributed checkpoints take it for one value, so a plan is replaced as a whole and never mixed with another. They ask
-the live group for the keys that it wants, so the key is there too, without a text."""
+the live group for the keys that it wants, so the key is there too, without a text. Parameters go by their positions:
+names are for people, and may differ between two optimizers that go on from one checkpoint."""
 _ASSIGNMENTS, _SETTINGS = "assignments", "plan_settings"  # how plans were saved before, parameter by parameter
 
 
@@ -48,9 +49,11 @@ def reserve_plan(param_groups: Sequence[Group]) -> None:
 
 def write_plan(packed_groups: Sequence[Group], plan: Plan) -> None:
     """Write a plan into the groups of a state dict."""
+    names = [name for name, _ in groups.named_params(packed_groups)]
+    text = plan.renamed(dict(zip(names, groups.positions(packed_groups)))).to_json()
     for group in packed_groups:
         if PLAN in group:
-            group[PLAN] = plan.to_json()
+            group[PLAN] = text
 
 
 def prepare(
@@ -149,7 +152,7 @@ def _read_plan(saved: Sequence[Group]) -> Plan | None:
     if all(entries is None for entries in assignments):
         return None
     assigned = []
-    params = groups.named_params(saved)
+    positions = iter(groups.positions(saved))
     for index, (group, entries) in enumerate(zip(saved, assignments)):
         if len(entries or ()) != len(group["params"]):
             raise CheckpointError(
@@ -157,7 +160,7 @@ def _read_plan(saved: Sequence[Group]) -> Plan | None:
                 "assignments of configurations: it is damaged."
             )
         for entry in entries or ():
-            name, _ = next(params)
+            name = next(positions)
             assigned.append((name, (), _read_assignment(entry, name)))
     return groups.plan_of(assigned, settings[0])
 
@@ -177,17 +180,19 @@ def _read_assignment(entry: Any, name: str) -> Block:
 
 def _blocks(saved: Sequence[Group], plan: Plan | None) -> list[Block | None]:
     """The saved block of every parameter; the plan must speak of these and of no others."""
-    names = [name for name, _ in groups.named_params(saved)]
+    positions = groups.positions(saved)
     if plan is None:
-        return [None] * len(names)
-    planned = {name: block for block in plan.blocks for name in block.parameters}
-    for name in names:
-        if name not in planned:
+        return [None] * len(positions)
+    for position, (name, _) in zip(positions, groups.named_params(saved)):
+        if position not in plan:
             raise CheckpointError(f"the checkpoint's plan says nothing about parameter {name!r}: it is damaged.")
-    surplus = sorted(planned.keys() - set(names))
+    surplus = [name for block in plan.blocks for name in block.parameters if name not in positions]
     if surplus:
-        raise CheckpointError(f"the checkpoint's plan names parameter {surplus[0]!r}, which its groups do not have.")
-    return [planned[name] for name in names]
+        raise CheckpointError(
+            f"the checkpoint's plan speaks of parameter {surplus[0]!r} (group.position), which its groups do not have: "
+            "it is damaged."
+        )
+    return [plan.block_of(position) for position in positions]
 
 
 def _must_have_state(member: Member, theirs: Block | None) -> bool:

@@ -82,14 +82,26 @@ def members(groups: Sequence[Group], plan: Plan) -> Iterator[Member]:
 
 
 def named_params(groups: Sequence[Group]) -> Iterator[tuple[str, Any]]:
-    """All parameters under names that are different from each other, in order."""
-    seen: set[str] = set()
+    """All parameters, or their numbers in a state dict, under names that are different from each other, in order."""
+    return _distinct(groups, [names(group, index) for index, group in enumerate(groups)])
+
+
+def positions(groups: Sequence[Group]) -> list[str]:
+    """Every parameter's place, which is its name where nobody gave it one: ``0.3`` is parameter 3 of group 0."""
+    return [name for name, _ in _distinct(groups, [_positions(group, index) for index, group in enumerate(groups)])]
+
+
+def _distinct(groups: Sequence[Group], given: Sequence[Sequence[str]]) -> Iterator[tuple[str, Any]]:
+    taken: set[str] = set()
+    known: dict[int, str] = {}
     for index, group in enumerate(groups):
-        for name, param in zip(names(group, index), group["params"]):
-            if name in seen:  # two models in one optimizer may use the same names
-                name = f"{index}.{name}"
-            seen.add(name)
-            yield name, param
+        for name, param in zip(given[index], group["params"]):
+            key = param if isinstance(param, int) else id(param)
+            if key not in known:
+                # two models in one optimizer may use the same names
+                known[key] = f"{index}.{name}" if name in taken else name
+                taken.add(known[key])
+            yield known[key], param
 
 
 def repeated(groups: Sequence[Group]) -> Iterator[Group]:
@@ -100,13 +112,17 @@ def repeated(groups: Sequence[Group]) -> Iterator[Group]:
 def names(group: Group, index: int) -> list[str]:
     """Parameter names, or places like ``0.3`` (group 0, parameter 3) where none were given."""
     if "param_names" not in group:
-        return [f"{index}.{position}" for position in range(len(group["params"]))]
+        return _positions(group, index)
     if len(group["param_names"]) != len(group["params"]):
         raise ValueError(
             f"param group {index} has {len(group['params'])} parameters and {len(group['param_names'])} names. Give "
             "every parameter a name, or none."
         )
     return [canonical_name(name) for name in group["param_names"]]
+
+
+def _positions(group: Group, index: int) -> list[str]:
+    return [f"{index}.{position}" for position in range(len(group["params"]))]
 
 
 def named(params: nn.Module | Iterable[Any]) -> Iterable[Any]:

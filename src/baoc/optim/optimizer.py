@@ -27,6 +27,7 @@ from baoc.optim.state import misfit, new_state
 logger = logging.getLogger("baoc")
 
 DEFAULT_CONFIGURATION = "adamw-32"
+_ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "plan", "maximize", "kernel")
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -71,7 +72,7 @@ class BlockOptimizer(torch.optim.Optimizer):
     ) -> None:
         kernels.check_request(kernel)
         own = {setting.name: setting.default for setting in known_settings().values()}
-        check_names(settings, type(self).__name__, own)
+        check_names(settings, type(self).__name__, (*_ARGUMENTS, *own))
         self._kernel_request = kernel
         self._plan_given = plan is not None
         self._default = parse(DEFAULT_CONFIGURATION if plan is None or isinstance(plan, Plan) else plan)
@@ -108,21 +109,18 @@ class BlockOptimizer(torch.optim.Optimizer):
         configuration = parse(group.pop("configuration", self._default))
         super().add_param_group(group)
         try:
-            named = dict(groups.named_params(self.param_groups))
-            for name, param in named.items():
+            named = [(name, param) for name, param in groups.named_params(self.param_groups) if name not in self._plan]
+            for name, param in named:
                 place_of(param, name)
         except Exception:
             del self.param_groups[index]  # refused: as if it had never come
             raise
         checkpoint.reserve_plan(self.param_groups)
         self._plan_given |= "configuration" in param_group
-        mine = {name: real_shape(param) for name, param in list(named.items())[self._planned() :]}
+        mine = {name: real_shape(param) for name, param in named}
         self._plan = dataclasses.replace(
             self._plan, blocks=(*self._plan.blocks, *self._new_blocks(index, configuration, mine))
         )
-
-    def _planned(self) -> int:
-        return sum(len(block.parameters) for block in self._plan.blocks)
 
     def _new_blocks(self, index: int, configuration: Configuration, shapes: Mapping[str, Shape]) -> Iterable[Block]:
         taken = {block.name for block in self._plan.blocks}
@@ -312,8 +310,25 @@ class BlockOptimizer(torch.optim.Optimizer):
     def members(self) -> tuple[Member, ...]:
         """Every parameter with its name, group and block, in order."""
         if self._roster is None or not self._roster.is_current(self.param_groups, self._plan):
+            self._follow_groups()
             self._roster = Roster(self.param_groups, self._plan)
         return self._roster.members
+
+    def _follow_groups(self) -> None:
+        """Groups may come and go without our being asked: the plan is of the parameters that are there."""
+        named = dict(groups.named_params(self.param_groups))
+        planned = {name for block in self._plan.blocks for name in block.parameters}
+        if planned == named.keys():
+            return
+        known = [
+            (name, real_shape(param), self._plan.block_of(name)) for name, param in named.items() if name in planned
+        ]
+        new = {name: real_shape(param) for name, param in named.items() if name not in planned}
+        kept = groups.plan_of(known, self._plan.settings)
+        self._plan = kept
+        self._plan = dataclasses.replace(
+            kept, blocks=(*kept.blocks, *self._new_blocks(len(self.param_groups) - 1, self._default, new))
+        )
 
     def _shapes(self) -> dict[str, Shape]:
         return {member.name: member.shape for member in self.members()}

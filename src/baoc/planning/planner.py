@@ -66,8 +66,12 @@ class Settings:
     @classmethod
     def of(cls, caller: str, given: Mapping[str, Any]) -> Settings:
         """Settings from keyword arguments; one that is not known is an error in the caller's name."""
-        check_names(given, caller, (field.name for field in fields(cls)))
-        return cls(**given)
+        return cls().changed(caller, given)
+
+    def changed(self, caller: str, given: Mapping[str, Any]) -> Settings:
+        """These settings with others in their place."""
+        check_names(given, caller, (field.name for field in fields(self)))
+        return replace(self, **given)
 
     def risk_settings(self, hyper: Hyper) -> risks.Settings:
         return risks.Settings(self.anchors, self.weights or {}, self.gamma, hyper.weight_decay)
@@ -107,6 +111,7 @@ class Planner:
 
     def plan(self, memory: float | int | str = DEFAULT_MEMORY, time: float = DEFAULT_TIME) -> Plan:
         """The plan of least risk within the budgets."""
+        check_time(time)
         budget = memory_budget(memory, self.reference_bytes)
         try:
             solution = solve(self.problem(budget, time))
@@ -255,6 +260,15 @@ class Planner:
         return PlanError(
             f"no plan fits {human_bytes(budget)} ({memory!r}) within {time} of AdamW16's update time: the smallest "
             f"that does needs {least} B, {share:.2f}% of AdamW16's state.{hint}"
+        )
+
+
+def check_time(time: object) -> None:
+    """Raise unless a time budget is one; infinity lifts it."""
+    if not isinstance(time, (int, float)) or isinstance(time, bool) or not time > 0:
+        raise PlanError(
+            f"the time budget {time!r} is not a ratio to AdamW16's update time: it must be a number above 0, like "
+            f"{DEFAULT_TIME}, or math.inf for none."
         )
 
 

@@ -57,8 +57,8 @@ def _run(job: Job) -> None:
         first = rows.start * (param.numel() // param.shape[0])
         phases = torch.tensor([phase_at(int(each), first) for each in job.phases.values()], dtype=torch.int64)
         state = [view(tensor[rows] if by_rows else tensor) for tensor in held]
-        pieces = [view(tensor[rows] if by_rows else tensor) for tensor in (param, grad)]
-        step(*pieces, state, scalars, phases.to(param.device, non_blocking=True))
+        param_piece, grad_piece = (view(tensor[rows] if by_rows else tensor) for tensor in (param, grad))
+        step(param_piece, grad_piece, state, scalars, phases.to(param.device, non_blocking=True))
     if param.data_ptr() != job.param.data_ptr():
         job.param.copy_(param)
 

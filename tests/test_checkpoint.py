@@ -340,6 +340,29 @@ def test_without_a_plan_the_checkpoints_own_is_taken_over():
     assert loaded.plan == optimizer.plan
 
 
+# ---- how checkpoints were made before ----
+
+
+def test_an_older_checkpoint_with_a_plan_for_each_parameter_loads():
+    loaded = BlockOptimizer(Net())
+    loaded.load_state_dict(older())
+    [block] = loaded.plan.blocks
+    assert (block.configuration, block.lr_scale, loaded.plan.settings) == (parse("adamw-8"), 0.5, {"seed": 3})
+    assert block.parameters == shapes(Net())
+    assert baoc.state_bytes(loaded) == loaded.plan.state_bytes
+
+
+def test_a_plan_is_in_a_checkpoint_once():
+    """However many parameters there are; it was there for each."""
+    params = [(f"layer.{i}.weight", nn.Parameter(torch.ones(2, 2))) for i in range(300)]
+    plan = Plan(tuple(Block(f"b{i}", parse("sgd"), {n: (2, 2)}, why="w" * 50) for i, (n, _) in enumerate(params)))
+    state_dict = BlockOptimizer(params, plan=plan).state_dict()
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    assert file.getvalue().count(b"w" * 50) == 300
+    assert Plan.from_json(state_dict["param_groups"][0]["plan"]).blocks[7].name == "b7"
+
+
 # ---- checkpoints that do not fit ----
 
 
@@ -385,6 +408,18 @@ def torch_state(cls, **settings):
     return optimizer.state_dict()
 
 
+def older(surplus: int = 0, drop: str = "") -> dict:
+    """A checkpoint as they were made before: the plan once for each parameter."""
+    state_dict = copy.deepcopy(saved_by(Net().named_parameters()))
+    [group] = state_dict["param_groups"]
+    block = Plan.from_json(group.pop("plan")).blocks[0]
+    entry = {"block": block.name, "configuration": str(block.configuration), "lr_scale": 0.5, "risk": {}, "why": ""}
+    group["assignments"] = [dict(entry) for _ in range(len(group["params"]) + surplus)]
+    group["plan_settings"] = {"seed": 3}
+    group["assignments"][1].pop(drop, None)
+    return state_dict
+
+
 BAD_CHECKPOINTS = {
     "more parameters": (
         "size of optimizer's group",
@@ -408,6 +443,44 @@ BAD_CHECKPOINTS = {
     "an unknown configuration": (
         "unknown mechanism 'adamz'",
         lambda: edited(["param_groups", 0, "plan"], saved_plan().replace("adamw[", "adamz[")),
+    ),
+    "no groups": ("no 'param_groups'", lambda: edited(["param_groups"], None)),
+    "no state": ("no 'state'", lambda: edited(["state"], None)),
+    "a group without params": ("param group 0 has no 'params'", lambda: edited(["param_groups", 0, "params"], None)),
+    "a missing parameter": ("no state of parameter 'first.weight'", lambda: edited(["state", 1], None)),
+    "no dict for a parameter": ("'first.weight' is a list", lambda: edited(["state", 1], [3])),
+    "a name too few": (
+        "4 parameters and 3 names",
+        lambda: edited(["param_groups", 0, "param_names"], ["gain", "first.weight", "first.bias"]),
+    ),
+    "scales that are no numbers": (
+        "'m' of parameter 'first.weight' has scales that are not finite",
+        lambda: edited(["state", 1, "m.scales"], torch.full((72, 1), math.nan)),
+    ),
+    "negative scales": (
+        "'v' of parameter 'first.weight' has scales that are not finite",
+        lambda: edited(["state", 1, "v.scales"], torch.full((72, 1), -1.0)),
+    ),
+    "a negative second moment": (
+        "'v' of parameter 'gain' has negative numbers",
+        lambda: edited(["state", 0, "v"], torch.tensor(-1.0)),
+    ),
+    "a negative age": ("'first.weight' has -3 for its 'm.age'", lambda: edited(["state", 1, "m.age"], -3)),
+    "half an age": ("'first.weight' has 1.5 for its 'm.age'", lambda: edited(["state", 1, "m.age"], 1.5)),
+    "a plan that is no plan": ("plan is damaged", lambda: edited(["param_groups", 0, "plan"], "{")),
+    "a plan of fewer parameters": (
+        "says nothing about parameter 'second.weight'",
+        lambda: edited(["param_groups", 0, "plan"], saved_plan().replace('"0.3"', '"0.9"')),
+    ),
+    "a plan of more parameters": (
+        "speaks of parameter '0.9'",
+        lambda: edited(["param_groups", 0, "plan"], saved_plan().replace('"0.3"', '"0.9": [2], "0.3"')),
+    ),
+    "surplus assignments": ("4 parameters and 5 assignments", lambda: older(surplus=1)),
+    "a missing assignment": ("4 parameters and 3 assignments", lambda: older(surplus=-1)),
+    "an assignment without a configuration": (
+        "assignment of parameter '0.1' cannot be read",
+        lambda: older(drop="configuration"),
     ),
     "amsgrad": ("amsgrad", lambda: torch_state(torch.optim.AdamW, amsgrad=True)),
     "nesterov": ("nesterov", lambda: torch_state(torch.optim.SGD, momentum=0.9, nesterov=True)),

@@ -15,6 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import baoc
 from baoc import CATALOG, BlockOptimizer
+from baoc.optim.kernels.eager import EagerKernel
+from baoc.optim.kernels.native import NativeKernel
 from tests.cases import gradients
 from tests.training import REPRESENTATIVE, Net, ages, assert_same, backward, shapes, snapshot, train, trained
 
@@ -120,6 +122,68 @@ def test_a_warm_up_that_starts_at_zero_counts_its_first_step():
             stepped([zero_at_first, other], [torch.full((8,), float(step > 0)), torch.ones(8)], optimizer)
             scheduler.step()
     torch.testing.assert_close(*params.values())
+
+
+@pytest.mark.parametrize("kernel", ["native", "eager"])
+def test_a_first_step_with_lr_and_gradients_of_zero_counts(kernel):
+    """As in torch; only the rehearsal of distributed checkpoints, which looks the same, is not a step."""
+    params = [nn.Parameter(torch.ones(8)) for _ in range(2)]
+    ours = BlockOptimizer(params[:1], lr=0.0, weight_decay=0.0, kernel=kernel)
+    theirs = torch.optim.AdamW(params[1:], lr=0.0, weight_decay=0.0)
+    for lr, grad in ((0.0, 0.0), (0.0, 0.0), (0.1, 1.0), (0.1, 0.5)):
+        for param, optimizer in zip(params, (ours, theirs)):
+            optimizer.param_groups[0]["lr"] = lr
+            stepped([param], [torch.full((8,), grad)], optimizer)
+    assert ages(ours) == [4, 4]
+    torch.testing.assert_close(*params)
+
+
+@pytest.mark.parametrize("beta", [1.0, 5.0, -0.1])
+def test_a_schedule_may_pass_through_betas_that_nothing_could_step_with(beta):
+    """As in torch: settings are judged when they are given. A step that needs them says what is wrong."""
+    param = nn.Parameter(torch.ones(8))
+    optimizer = BlockOptimizer([param], plan="adamw-32")
+    optimizer.param_groups[0]["betas"] = (beta, 0.99)
+    optimizer.step()
+    assert not optimizer.state
+    if beta >= 1:
+        with pytest.raises(ValueError, match=r"adamw cannot step with betas \(.*Look at what the schedule"):
+            stepped([param], [torch.ones(8)], optimizer)
+        assert torch.equal(param, torch.ones(8)) and not any(ages(optimizer))
+    optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+    stepped([param], [torch.ones(8)], optimizer)
+    assert ages(optimizer) == [1, 1]
+
+
+def test_ages_advance_after_the_kernel_has_returned(monkeypatch):
+    model, optimizer = trained("adamw-8")
+    before = ages(optimizer)
+    backward(model, 3)
+
+    def fails(self, jobs):
+        list(jobs)
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(NativeKernel, "run", fails)
+        patched.setattr(EagerKernel, "run", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step()
+    assert ages(optimizer) == before
+    optimizer.step()
+    assert ages(optimizer) == [age + 1 for age in before]
+
+
+def test_groups_may_come_and_go_without_our_being_asked():
+    """Frameworks edit ``param_groups``: the plan follows."""
+    model = Net()
+    optimizer = BlockOptimizer(model.first.named_parameters(), plan="adamw-8")
+    late = {**optimizer.param_groups[0], "params": [model.second.weight], "param_names": ["late"]}
+    optimizer.param_groups.append(late)
+    train(model, optimizer, range(2))
+    assert optimizer.plan.block_of("late").configuration == baoc.parse("adamw-8")
+    optimizer.param_groups.pop(0)
+    assert [name for block in optimizer.plan.blocks for name in block.parameters] == ["late"]
 
 
 # ---- every kind of parameter ----

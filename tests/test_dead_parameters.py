@@ -1,4 +1,6 @@
-"""An element whose gradient becomes zero never moves further than exact AdamW would take it from the same state."""
+"""Elements without gradient: dead ones never move further than exact AdamW would take them from the same state, and
+those that rest now and then keep a second moment that is right on average.
+"""
 
 from __future__ import annotations
 
@@ -54,3 +56,41 @@ def test_momentum_does_not_outlive_its_second_moment():
         previous = param.detach().clone()
         optimizer.step()
     assert (param == previous)[dead].all()
+
+
+@pytest.mark.parametrize("kernel", ["native", "eager"])
+@pytest.mark.parametrize("density", [0.02, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("configuration", ["adamw-16", "adamw-8", "adamw[m=fp32,v=int8]", "adamw[m=int8,v=bf16]"])
+def test_the_second_moment_is_unbiased_at_every_density(configuration, density, kernel):
+    """Rounded up in every step without gradient, it was up to 3.6 times too large (masks, sparse features, ReLU)."""
+    param = nn.Parameter(torch.zeros(SHAPE))
+    optimizer = BlockOptimizer([param], betas=(0.9, 0.99), weight_decay=0.0, plan=configuration, kernel=kernel)
+    generator = torch.Generator().manual_seed(0)
+    scale, exact, ratios = torch.logspace(-1, 1, SHAPE[1]), torch.zeros(SHAPE), []
+    for step in range(300):
+        present = torch.rand(SHAPE, generator=generator) < density
+        param.grad = (torch.randn(SHAPE, generator=generator) + 0.5) * scale * present
+        optimizer.step()
+        exact = 0.99 * exact + 0.01 * param.grad.square()
+        if step >= 150 and step % 5 == 0:
+            held = to_torch(optimizer)["state"][0]["exp_avg_sq"]
+            ratios.append((held.mean(0) / exact.mean(0)).mean().item())
+    assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.03)
+
+
+@pytest.mark.parametrize(("configuration", "tolerance"), [("adamw-16", 0.04), ("adamw-8", 0.12)])
+def test_a_quadratic_with_rare_gradients_ends_near_where_exact_state_ends(configuration, tolerance):
+    """With a second moment rounded up at rest they ended 9% and 35% higher; what is left is momentum rounded down."""
+
+    def loss_after(plan) -> float:
+        torch.manual_seed(0)
+        shape = (16, 512)
+        curvature, param = torch.logspace(-2, 0, shape[1]), nn.Parameter(torch.ones(shape))
+        optimizer = BlockOptimizer([param], lr=3e-3, weight_decay=0.0, plan=plan)
+        for _ in range(600):
+            noise = 0.3 * torch.randn(shape)
+            param.grad = (curvature * param.detach() + noise) * (torch.rand(shape) < 0.3)
+            optimizer.step()
+        return float((curvature * param.detach().square()).mean())
+
+    assert loss_after(configuration) == pytest.approx(loss_after("adamw-32"), rel=tolerance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from baoc import Block, BlockOptimizer, Plan, parse, state_bytes
+from baoc.optim import migrate
 from tests.cases import CONFIGURATIONS, gradients, train, trained
 from tests.memory import PeakMemory
 
@@ -114,3 +116,46 @@ def test_a_migration_holds_at_most_one_extra_tensor(old, new):
     one_tensor = params[0].numel() * 4
     tiles = 8 * (1 << 16) * 4
     assert memory.peak <= max(before, state_bytes(optimizer)) + one_tensor + tiles
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C."""
+
+
+@pytest.mark.parametrize(("old", "new"), [("adamw-32", "adamw-8"), ("adamw-8", "sgdm-32"), ("sgdm-8", "adamw-32")])
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_an_interrupted_change_of_plans_leaves_a_working_optimizer(old, new, calls, monkeypatch):
+    """Each parameter is in its old block or in its new one; training goes on, and checkpoints resume to the bit."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(70, 96)) for _ in range(4)]
+    optimizer = BlockOptimizer(params, plan=old, weight_decay=0.0)
+
+    def step(some, optimizer) -> None:
+        for param, grad in zip(some, gradients((70, 96), len(some))):
+            param.grad = grad
+        optimizer.step()
+
+    step(params, optimizer)
+    encode, left = migrate._fill, iter(range(calls))
+
+    def interrupted(*arguments):
+        if next(left, None) is None:
+            raise Interrupted
+        encode(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(migrate, "_fill", interrupted)
+        with pytest.raises(Interrupted):
+            optimizer.set_plan(new)
+    given = {str(block.configuration) for block in optimizer.plan.blocks}
+    assert given <= {str(parse(old)), str(parse(new))}
+    assert state_bytes(optimizer) == optimizer.plan.state_bytes
+    twins = copy.deepcopy(params)
+    resumed = BlockOptimizer(twins)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, its in ((params, optimizer), (twins, resumed)):
+        step(each, its)
+    assert all(torch.equal(one, other) for one, other in zip(params, twins))
+    optimizer.set_plan(new)
+    step(params, optimizer)
+    assert {str(block.configuration) for block in optimizer.plan.blocks} == {str(parse(new))}

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from baoc import BlockOptimizer, Configuration, parse
 from baoc.core.spec import Hyper
@@ -199,6 +200,58 @@ def test_strided_parameters_and_gradients_are_updated_in_place():
     expanded.grad = torch.ones(1, 1).expand(80, 160)
     optimizer.step()
     assert torch.allclose(expanded, torch.full((80, 160), 0.9))
+
+
+class Tagged(Tensor):
+    """A subclass that changes nothing."""
+
+
+@needs_native
+@pytest.mark.parametrize("configuration", ["adamw-8", "adafactor", "sgd"])
+@pytest.mark.parametrize("where", ["parameter", "gradient", "both"])
+@pytest.mark.parametrize("kind", ["plain subclass", "wrapper"])
+def test_tensor_subclasses_are_never_read_by_their_address(configuration, where, kind):
+    """A wrapper has its numbers in other tensors, and its own address leads nowhere."""
+
+    def wrapped(tensor: Tensor) -> Tensor:
+        return tensor.as_subclass(Tagged) if kind == "plain subclass" else TwoTensor(tensor, tensor.clone())
+
+    start, grads = torch.randn(72, 64), list(gradients((72, 64), 3))
+    results = []
+    for special in (True, False):
+        value = start.clone()
+        param = nn.Parameter(wrapped(value) if special and where != "gradient" else value)
+        optimizer = BlockOptimizer([param], lr=1e-2, plan=configuration, kernel="native" if special else "eager")
+        for grad in grads:
+            param.grad = wrapped(grad) if special and where != "parameter" else grad
+            optimizer.step()
+        found = param.detach()
+        results.append(found.a if isinstance(found, TwoTensor) else found.as_subclass(Tensor))
+    assert torch.equal(*results)
+
+
+@needs_native
+@pytest.mark.parametrize("configuration", ["adamw-32", "adamw-8", "sgd"])
+def test_negated_views_have_their_sign(configuration):
+    """The imaginary part of a conjugate is the same memory with a bit that says: minus."""
+    for view in (lambda x: x.to(torch.complex64).mul(1j).conj().imag, torch._neg_view):
+        results = []
+        for resolved in (False, True):
+            param = nn.Parameter(torch.zeros(64, 64))
+            optimizer = BlockOptimizer([param], plan=configuration, weight_decay=0.0)
+            grad = view(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+            assert grad.is_neg()
+            param.grad = grad.resolve_neg() if resolved else grad
+            optimizer.step()
+            results.append(param.detach())
+        torch.testing.assert_close(*results)
+    negated = nn.Parameter(torch.ones(64, 64, dtype=torch.complex64).conj().imag.detach())
+    plain = nn.Parameter(negated.detach().resolve_neg().clone())
+    assert negated.is_neg() and not plain.is_neg()
+    for param in (negated, plain):
+        param.grad = torch.ones(64, 64)
+        BlockOptimizer([param], plan=configuration).step()
+    torch.testing.assert_close(negated.detach().resolve_neg(), plain.detach())
 
 
 @needs_native

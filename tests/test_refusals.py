@@ -29,6 +29,12 @@ BAD_SETTINGS = [
     ({"eps": -1e-8}, "invalid eps: -1e-08"),
     ({"eps": math.nan}, "invalid eps: nan"),
     ({"weight_decay": -1}, "invalid weight_decay: -1"),
+    ({"weight_decay": math.inf}, "invalid weight_decay: inf"),
+    ({"lr": None}, "invalid lr: None"),
+    ({"betas": 0.9}, "invalid betas: 0.9. It must be two numbers"),
+    ({"betas": ("0.9", None)}, r"invalid betas\[1\]: None"),
+    ({"clip_threshold": None}, "invalid clip_threshold: None"),
+    ({"adafactor_eps": 1e-3}, "invalid adafactor_eps: 0.001"),
     ({"beta2_decay": 0.5}, "invalid beta2_decay: 0.5"),
     ({"clip_threshold": 0.5}, "invalid clip_threshold: 0.5"),
     ({"adafactor_eps": (-1.0, 1e-3)}, "invalid adafactor_eps"),
@@ -50,6 +56,68 @@ def test_bad_defaults_are_refused_though_no_group_uses_them():
     """As torch does: a later group would."""
     with pytest.raises(ValueError, match="invalid lr: -1"):
         BlockOptimizer([{"params": Net().parameters(), "lr": 0.1}], lr=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fused": True}, r"BlockOptimizer has no argument 'fused'.*Known: adafactor_eps"),
+        ({"weigth_decay": 0.1}, r"no argument 'weigth_decay'. Did you mean 'weight_decay'\?"),
+        ({"plan": 5}, "5 is not a configuration. Write one as text"),
+        ({"plan": ["adamw-8"]}, "is not a configuration"),
+    ],
+)
+def test_what_is_not_an_argument_is_said_in_one_line(arguments, message):
+    with pytest.raises((TypeError, ConfigurationError), match=message) as caught:
+        BlockOptimizer(Net(), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fused": True}, "BAOC has no argument 'fused'"),
+        ({"memory": 1e308}, "1e.308 is more bytes than can be counted"),
+        ({"memory": f"1{'0' * 400}GiB"}, "more bytes than can be counted"),
+        ({"time": None}, "the time budget None is not a ratio"),
+        ({"time": -1.0}, "the time budget -1.0"),
+        ({"candidates": ()}, "no candidates"),
+        ({"candidates": (5,)}, "5 is not a configuration"),
+    ],
+)
+def test_a_bad_budget_or_candidate_is_said_in_one_line(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        baoc.BAOC(Net(), **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_candidates_may_be_spelled():
+    for candidates in ("adamw-8", ("adamw-8",), [baoc.parse("adamw-8")]):
+        optimizer = baoc.BAOC(Net(), memory=1.0, time=math.inf, candidates=candidates)
+        assert {block.configuration for block in optimizer.plan.blocks} == {baoc.parse("adamw-8")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_double_precision_is_refused_when_it_is_offered(dtype):
+    """fp32 state would lose its range: a gradient of 1e39 became NaN."""
+    weight = nn.Parameter(torch.ones(4, dtype=dtype))
+    with pytest.raises(TypeError, match=r"'weight' is torch\..*model.float\(\)"):
+        BlockOptimizer([("weight", weight)])
+    optimizer = BlockOptimizer([("other", nn.Parameter(torch.ones(4)))])
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(TypeError, match="'weight'"):
+        optimizer.add_param_group({"params": [("weight", weight)]})
+    assert_same(optimizer.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe{}", b"[" * 100_000, b'{"format": "baoc.plan", "version": 1, "blocks": 3}']
+)
+def test_a_file_that_is_no_plan_is_said_in_one_line(content, tmp_path):
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(PlanError, match=r"not a plan file|damaged") as caught:
+        Plan.load(tmp_path / "plan.json")
+    assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_configuration_or_kernel_is_refused():
@@ -113,6 +181,20 @@ def change_shape(model, optimizer):
     model.second.weight.grad = torch.ones(32, 144)
 
 
+def move_state(model, optimizer):
+    state = optimizer.state[model.second.weight]
+    for key, held in state.items():
+        state[key] = held.to("meta") if isinstance(held, torch.Tensor) else held
+
+
+def free_the_parameter(model, optimizer):
+    model.second.weight.untyped_storage().resize_(0)
+
+
+def free_the_gradient(model, optimizer):
+    model.second.weight.grad.untyped_storage().resize_(0)
+
+
 SABOTAGES = {
     write_nan: "param group 1: invalid lr: nan",
     write_two_numbers: "param group 1: .*lr",
@@ -120,6 +202,12 @@ SABOTAGES = {
     make_sparse: "'second.weight' has a sparse gradient",
     leave_a_stale_gradient: "'second.weight'",
     change_shape: r"'second.weight' has shape \(32, 144\)",
+}
+# what C code would have followed to a bad address
+FATAL = {
+    move_state: "'second.weight' .* is on cpu, but its 'm.codes' is on meta",
+    free_the_parameter: "'second.weight' cannot be updated: its memory was freed",
+    free_the_gradient: "'second.weight' cannot be updated: its gradient's memory was freed",
 }
 
 
@@ -144,6 +232,17 @@ def test_a_step_that_fails_changes_nothing(configuration, sabotage, steps_before
     weight.data, weight.grad = data, grad
     optimizer.param_groups[-1].update(settings)
     assert_same(snapshot(model, optimizer), before)
+
+
+@pytest.mark.parametrize("sabotage", FATAL)
+def test_bad_addresses_are_refused_by_name(sabotage):
+    model, optimizer = trained("adamw-8")
+    backward(model, 3)
+    before = copy.deepcopy(model.first.weight)
+    sabotage(model, optimizer)
+    with pytest.raises(RuntimeError, match=FATAL[sabotage]):
+        optimizer.step()
+    assert torch.equal(model.first.weight, before)
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])

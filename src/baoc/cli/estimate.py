@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from baoc.core.configuration import CATALOG, REFERENCE, parse
+from baoc.core.roles import roles_of
 from baoc.core.spec import SMALL_NUMEL, Shape
 from baoc.core.text import human_bytes, table
 from baoc.models import MODELS
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints while it is built is not our output
         model = resolve(args.model)
     kept, excluded = split_excluded(trainable_shapes(model), args.exclude)
-    rows = estimate(kept, configurations, world_size=args.world_size)
+    rows = estimate(kept, configurations, roles=roles_of(model), world_size=args.world_size)
     if args.sort == "state":
         rows.sort(key=lambda row: -row.state_bytes)
     if args.json:

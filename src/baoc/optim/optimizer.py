@@ -177,7 +177,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         miss it.
         """
         packed = super().state_dict()
-        checkpoint.write_plan(packed["param_groups"], self._plan)
+        checkpoint.write_plan(packed["param_groups"], self.plan)
         if any(self.state.get(member.param) for member in self.members()):
             for key in (key for group in packed["param_groups"] for key in group["params"]):
                 packed["state"].setdefault(key, {})
@@ -194,7 +194,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        own_plan = self._plan if self._plan_given else None
+        own_plan = self.plan if self._plan_given else None
         loaded = checkpoint.prepare(state_dict, self.members(), self.param_groups, own_plan)
         self.__setstate__({"state": loaded.state, "param_groups": loaded.param_groups, "_plan": loaded.plan})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -224,6 +224,7 @@ class BlockOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> Plan:
         """What every parameter is updated with now."""
+        self.members()
         return self._plan
 
     @torch.no_grad()

@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from baoc.core.configuration import CATALOG, REFERENCE, Configuration, parse
-from baoc.core.roles import canonical_name
+from baoc.core.plan import Plan
+from baoc.core.roles import Role, canonical_name
 from baoc.core.spec import Shape, real_shape
 
 
@@ -45,11 +46,16 @@ class Estimate:
 
 
 def estimate(
-    shapes: Mapping[str, Shape], configurations: Iterable[Configuration | str] = CATALOG, *, world_size: int = 1
+    shapes: Mapping[str, Shape],
+    configurations: Iterable[Configuration | str] = CATALOG,
+    *,
+    roles: Mapping[str, Role] | None = None,
+    world_size: int = 1,
 ) -> list[Estimate]:
     """One estimate for each configuration, in their order.
 
-    With a ``world_size``, parameters are sharded on dim 0 as FSDP2 does.
+    A parameter that a mechanism does not suit counts with what it falls back to; ``roles`` are read off the names where
+    they are not given. With a ``world_size``, parameters are sharded on dim 0 as FSDP2 does.
 
     >>> [row] = estimate({"weight": (1000, 512)}, ["adamw-16"], world_size=8)
     >>> row.state_bytes, row.state_bytes_per_rank
@@ -62,16 +68,13 @@ def estimate(
     parameters = sum(math.prod(shape) for shape in shapes.values())
     if not parameters:
         raise EstimateError("there are no parameters to estimate: every tensor is excluded or empty.")
-    return [
-        Estimate(
-            configuration=configuration,
-            parameters=parameters,
-            state_bytes=_bytes(shapes, configuration),
-            state_bytes_per_rank=_bytes_on_first_rank(shapes, configuration, world_size),
-            reference_bytes=_bytes(shapes, REFERENCE),
-        )
-        for configuration in map(parse, configurations)
-    ]
+    reference_bytes = Plan.uniform(REFERENCE, shapes).state_bytes
+    estimates = []
+    for configuration in map(parse, configurations):
+        plan = Plan.uniform(configuration, shapes, roles)
+        on_first_rank = _bytes_on_first_rank(plan, world_size)
+        estimates.append(Estimate(configuration, parameters, plan.state_bytes, on_first_rank, reference_bytes))
+    return estimates
 
 
 def trainable_shapes(model: nn.Module) -> dict[str, Shape]:
@@ -109,13 +112,10 @@ def split_excluded(shapes: Mapping[str, Shape], patterns: Sequence[str]) -> tupl
     )
 
 
-def _bytes(shapes: Mapping[str, Shape], configuration: Configuration) -> int:
-    return sum(configuration.state_bytes(shape) for shape in shapes.values())
-
-
-def _bytes_on_first_rank(shapes: Mapping[str, Shape], configuration: Configuration, world_size: int) -> int:
+def _bytes_on_first_rank(plan: Plan, world_size: int) -> int:
     # FSDP2 cuts dim 0 as torch.chunk does, so rank 0 has the most rows of every tensor. 0-d tensors are not cut.
     return sum(
-        configuration.state_bytes(shape, rows=-(-shape[0] // world_size) if shape else None)
-        for shape in shapes.values()
+        block.configuration.state_bytes(shape, rows=-(-shape[0] // world_size) if shape else None)
+        for block in plan.blocks
+        for shape in block.parameters.values()
     )

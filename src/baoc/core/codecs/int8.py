@@ -119,11 +119,12 @@ def fits(shape: Shape) -> bool:
 
 def to_groups(x: Tensor) -> Tensor:
     """(rows, *trailing) -> (rows, groups, width), the last group padded with zeros."""
-    flat = x.reshape(x.shape[0], -1)
-    width = min(GROUP, flat.shape[1])
-    padding = (width - flat.shape[1] % width) % width
-    return (F.pad(flat, (0, padding)) if padding else flat).view(x.shape[0], -1, width)
+    flat = x.flatten(1)
+    if flat.shape[1] <= GROUP:
+        return flat.unsqueeze(1)
+    padding = (GROUP - flat.shape[1] % GROUP) % GROUP
+    return (F.pad(flat, (0, padding)) if padding else flat).view(x.shape[0], -1, GROUP)
 
 
 def from_groups(x: Tensor, shape: torch.Size) -> Tensor:
-    return x.reshape(x.shape[0], -1)[:, : math.prod(shape[1:])].view(shape)
+    return x.flatten(1)[:, : math.prod(shape[1:])].view(shape)

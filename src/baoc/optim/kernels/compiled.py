@@ -1,8 +1,8 @@
 """The same update through ``torch.compile``, on any device.
 
-What an element's update needs of others decides how much is held: nothing but its own numbers, and it is one fused
-pass; the scale of an int8 group, and Inductor makes two passes with fp32 values between them. So large parameters go in
-pieces of rows, which bounds what is between; only sums over the whole tensor (factors, an RMS) need all of it at once.
+No fp32 copy of a whole state is made: Inductor is told to compute a value again rather than to keep it. Where elements
+need nothing of each other, or rows are made of whole groups, the update is one fused kernel; where a group ends in the
+middle of a row, or sums over the tensor come first, it is several.
 
 The number of compilations must not grow with steps, learning rates or tensors. So every number that changes between
 steps enters as a tensor, sizes are dynamic, and a graph is made once per stored form, dtype and kind of shape: square
@@ -13,18 +13,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from baoc.core.codecs.int8 import GROUP
 from baoc.core.configuration import Layout
-from baoc.core.rounding import phase_at
 from baoc.core.spec import Reach
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job
-from baoc.optim.kernels.update import Update, row_tiles
+from baoc.optim.kernels.update import Update
 
-PIECE_NUMEL = 1 << 22  # 16 MiB of fp32 per temporary: enough to keep a GPU busy
+# Beyond these many uses or operations, Inductor keeps a value in memory for others to read.
+_NEVER_KEEP: dict[str, str | int | bool | Callable[..., Any]] = {
+    "realize_reads_threshold": 1 << 20,
+    "realize_opcount_threshold": 1 << 20,
+    "realize_acc_reads_threshold": 1 << 20,
+}
 
 
 class CompiledKernel:
@@ -46,31 +52,36 @@ class CompiledKernel:
 
 
 def _run(job: Job) -> None:
-    param, grad = job.param.detach().contiguous(), job.grad.detach().contiguous()
+    device = job.param.device
+    scalars = torch.tensor(list(job.scalars.values()), dtype=torch.float32).to(device, non_blocking=True)
+    phases = torch.tensor([int(each) for each in job.phases.values()], dtype=torch.int64).to(device, non_blocking=True)
     keys = tuple(key for stored in job.layout.formats for _, key in stored.keys)
-    scalars = torch.tensor(list(job.scalars.values()), dtype=torch.float32).to(param.device, non_blocking=True)
     step = _compiled_step(_Form(job.layout), tuple(job.scalars), tuple(job.phases), keys, job.maximize)
-    view = _simplest_view(job.layout)
-    held = [tensor for stored in job.layout.formats for tensor in stored.held_in(job.state).values()]
-    by_rows = job.layout.reach is Reach.ROWS and param.numel() > PIECE_NUMEL
-    for rows in row_tiles(param.shape, PIECE_NUMEL) if by_rows else [slice(0, None)]:
-        first = rows.start * (param.numel() // param.shape[0])
-        phases = torch.tensor([phase_at(int(each), first) for each in job.phases.values()], dtype=torch.int64)
-        state = [view(tensor[rows] if by_rows else tensor) for tensor in held]
-        param_piece, grad_piece = (view(tensor[rows] if by_rows else tensor) for tensor in (param, grad))
-        step(param_piece, grad_piece, state, scalars, phases.to(param.device, non_blocking=True))
+    param, grad = job.param.detach().contiguous(), job.grad.detach().contiguous()
+    view = _simplest_view(job.layout, param[0].numel())
+    state = [view(tensor) for stored in job.layout.formats for tensor in stored.held_in(job.state).values()]
+    step(view(param), view(grad), state, scalars, phases)
     if param.data_ptr() != job.param.data_ptr():
         job.param.copy_(param)
 
 
-def _simplest_view(layout: Layout) -> Callable[[Tensor], Tensor]:
+def _simplest_view(layout: Layout, row_numel: int) -> Callable[[Tensor], Tensor]:
     """The fewest dims that all formats can work on: fewer kinds of shapes, fewer graphs."""
     dims = [stored.view_dims for stored in layout.formats]
     if None in dims:
         return lambda tensor: tensor
-    if 2 in dims:
+    if 2 not in dims:
+        return lambda tensor: tensor.view(-1)
+    if row_numel % GROUP:
         return lambda tensor: tensor.view(tensor.shape[0], -1)
-    return lambda tensor: tensor.view(-1)
+    groups = row_numel // GROUP
+    return lambda tensor: _of_static_width(tensor.view(tensor.shape[0] * groups, -1))
+
+
+def _of_static_width(tensor: Tensor) -> Tensor:
+    """Rows that are whole groups: with their width known, finding a scale and using it becomes one kernel."""
+    torch._dynamo.mark_static(tensor, 1)
+    return tensor
 
 
 class _Form:
@@ -108,4 +119,4 @@ def _compiled_step(
         )
         Update(job).run([slice(0, param.shape[0])])
 
-    return torch.compile(step, fullgraph=True, dynamic=True)
+    return torch.compile(step, fullgraph=True, dynamic=True, options=_NEVER_KEEP)

@@ -1,0 +1,156 @@
+"""A codec and a mechanism of each kind there is room for, written as CONTRIBUTING.md says: outside of the package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baoc import register_codec, register_mechanism
+from baoc.core.codecs import CODECS, Codec, Format, Held
+from baoc.core.codecs.dense import FP32Format
+from baoc.core.codecs.int8 import Int8Format, fits
+from baoc.core.mechanisms import MECHANISMS, Evidence, Mechanism
+from baoc.core.roles import Role
+from baoc.core.rounding import NOISE_ONE, Rounding
+from baoc.core.spec import SMALL_NUMEL, Buffer, Hyper, Reach, Scalars, Setting, Shape, Slot
+
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class NibbleFormat(Format):
+    """Two linear codes in [-7, 7] per byte, one scale for each group of 32."""
+
+    @property
+    def row(self) -> int:
+        return math.prod(self.shape[1:])
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        rows, groups = self.held_shape[0], -(-self.row // GROUP)
+        packed = Buffer("packed", (rows, groups * GROUP // 2), torch.uint8)
+        return packed, Buffer("scales", (rows, groups), torch.float32)
+
+    def decode(self, held: Held, rows: slice) -> Tensor:
+        packed = held["packed"][rows]
+        codes = torch.stack((packed & 15, packed >> 4), -1).view(len(packed), -1, GROUP).float() - 8.0
+        value = codes * (held["scales"][rows].unsqueeze(-1) / 7.0)
+        return value.view(len(packed), -1)[:, : self.row].view(len(packed), *self.shape[1:])
+
+    def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
+        height = value.shape[0]
+        padding = -self.row % GROUP
+
+        def grouped(x: Tensor) -> Tensor:
+            return F.pad(x.reshape(height, -1), (0, padding)).view(height, -1, GROUP)
+
+        x, noise = grouped(value), grouped(rounding.noise(rows.start, tuple(value.shape), value.device))
+        scales = x.abs().amax(-1, keepdim=True)
+        level = x.abs() * (7.0 / torch.where(scales > 0, scales, 1.0))
+        code = (level.floor() + ((level - level.floor()) * NOISE_ONE + noise >= NOISE_ONE)).clamp(max=7)
+        code = (torch.where(x < 0, -code, code) + 8).to(torch.uint8).view(height, -1, 2)
+        held["packed"][rows].copy_(code[..., 0] | code[..., 1] << 4)
+        held["scales"][rows].copy_(scales.squeeze(-1))
+
+
+class Nibble(Codec):
+    name = "nibble"
+    bits = 4
+
+    def at(self, shape: Shape, slot: Slot, rows: int | None = None) -> Format:
+        small = math.prod(shape) < SMALL_NUMEL or not fits(shape)
+        return (FP32Format if small else NibbleFormat)(slot, shape, rows)
+
+    def refusal(self, slot: Slot) -> str | None:
+        return None if slot.signed else f"it is linear, and {slot.name!r} spans too many orders of magnitude"
+
+
+@dataclass(frozen=True)
+class HalvedFormat(Int8Format):
+    """Buffers just like int8's, but half as many scales. C code that took it for int8 would overrun them."""
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        codes, scales = super().buffers
+        return codes, Buffer("scales", (-(-scales.shape[0] // 2), scales.shape[1]), torch.float32)
+
+    def _wide(self, held: Held) -> dict[str, Tensor]:
+        return {"codes": held["codes"], "scales": held["scales"].repeat_interleave(2, 0)[: held["codes"].shape[0]]}
+
+    def decode(self, held: Held, rows: slice) -> Tensor:
+        return super().decode(self._wide(held), rows)
+
+    def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
+        wide = self._wide(held)
+        super().encode(wide, rows, value, rounding)
+        held["scales"].copy_(wide["scales"][::2])
+
+
+class Halved(Codec):
+    name = "halved"
+    bits = 8
+
+    def at(self, shape: Shape, slot: Slot, rows: int | None = None) -> Format:
+        return HalvedFormat(slot, shape, rows) if fits(shape) else FP32Format(slot, shape, rows)
+
+
+STEPS = Setting("polar_steps", 6, "a whole number >= 1", lambda x: int(x) == x >= 1, "iterations")
+TARGET_RMS = 0.2
+
+
+class Polar(Mechanism):
+    """Momentum with all singular values made one: a Muon, by plain Newton-Schulz."""
+
+    name = "polar"
+    slots = (Slot("m", signed=True),)
+    adaptive = momentum = decoupled = True
+    reach = Reach.MATRIX
+    settings = (STEPS,)
+
+    def suits(self, shape: Shape, role: Role) -> bool:
+        return role in (Role.MATRIX, Role.STACK, Role.CONVOLUTION)
+
+    def scalars(self, hyper: Hyper, ages: Mapping[str, int]) -> dict[str, float]:
+        numbers = {"m.keep": hyper.beta1, "m.add": 1.0 - hyper.beta1, "iterations": float(STEPS.of(hyper))}
+        return super().scalars(hyper, ages) | numbers
+
+    def observe(self, slot: str, grad: Tensor) -> Tensor:
+        return grad
+
+    def direction(self, grad: Tensor, slots: Mapping[str, Tensor], scalars: Scalars) -> Tensor:
+        return slots["m"]
+
+    def finish(self, stacked: Tensor, scalars: Scalars) -> Tensor:
+        x = stacked / stacked.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-30)
+        for _ in range(int(scalars["iterations"])):
+            gram = x @ x.mT
+            x = 1.5 * x - 0.5 * gram @ x if x.shape[-2] <= x.shape[-1] else 1.5 * x - 0.5 * x @ (x.mT @ x)
+        rms = x.square().mean(dim=(-2, -1), keepdim=True).sqrt()
+        return x * (TARGET_RMS / rms.clamp(min=1e-30))
+
+    def mass(self, slot: str, age: int, hyper: Hyper) -> float:
+        return 1.0 - hyper.beta1**age
+
+    def typical_rms(self, evidence: Evidence, hyper: Hyper) -> float | None:
+        return TARGET_RMS
+
+
+@contextmanager
+def registered() -> Iterator[None]:
+    """The toys, for as long as a test needs them."""
+    codecs, mechanism = (Nibble(), Halved()), Polar()
+    for codec in codecs:
+        register_codec(codec)
+    register_mechanism(mechanism)
+    try:
+        yield
+    finally:
+        for codec in codecs:
+            del CODECS[codec.name]
+        del MECHANISMS[mechanism.name]

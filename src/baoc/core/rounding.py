@@ -42,17 +42,18 @@ class Rounding:
     phase: int | Tensor | None = None
     """``None`` rounds to nearest."""
     toward_zero: Tensor | None = None  # bool, shape of the tile: elements that must not grow
+    first_row: int = 0  # of the rows that are held here, in the whole parameter: a shard rounds as the whole does
 
     def noise(self, first_row: int, shape: Shape, device: torch.device) -> Tensor:
         """int32 noise in [0, 65536): a fraction f of a code is rounded up if ``f * 65536 + noise >= 65536``.
 
-        ``first_row`` is the tile's first row in the whole tensor, whose rows have ``prod(shape[1:])`` elements.
+        ``first_row`` is the tile's first row among those held here, which have ``prod(shape[1:])`` elements each.
         """
         if self.phase is None:
             noise = torch.full(shape, NOISE_ONE // 2, dtype=torch.int32, device=device)
         else:
             row_numel = math.prod(shape[1:])
-            index = torch.arange(shape[0] * row_numel, device=device) + first_row * row_numel
+            index = torch.arange(shape[0] * row_numel, device=device) + (self.first_row + first_row) * row_numel
             phase = (index * _PHASE_PER_ELEMENT + self.phase) & _PHASE_MASK
             noise = ((phase >> _PHASE_BITS - 16) & -2 * NOISE_MARGIN | NOISE_MARGIN).to(torch.int32).view(shape)
         if self.toward_zero is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from baoc.core.configuration import Configuration, parse
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.spec import real_shape
-from baoc.optim import groups, migrate, torch_state
+from baoc.optim import blocks, groups, migrate, torch_state
 from baoc.optim.groups import Group, Member
 from baoc.optim.lr_match import lr_scales
 from baoc.optim.migrate import Holding, Move
@@ -72,10 +72,10 @@ def prepare(
     loaded = [{**own, **group, "params": own["params"]} for group, own in zip(saved, current)]
     for index, group in enumerate(loaded):
         groups.check_hyper(group, f"the checkpoint's group {index}")
-    blocks = _blocks(saved, saved_plan)
+    saved_blocks = _blocks(saved, saved_plan)
     any_state = any(state.get(key) for key in keys)
     moves = []
-    for member, group, key, theirs in zip(members, groups.repeated(loaded), keys, blocks):
+    for member, group, key, theirs in zip(members, groups.repeated(loaded), keys, saved_blocks):
         if key not in state and any_state and _must_have_state(member, theirs):
             raise CheckpointError(
                 f"the checkpoint has no state of parameter {member.name!r}, though it has that of others: it is "
@@ -93,7 +93,7 @@ def prepare(
         for (name, param), move in zip(groups.named_params(loaded), moves)
     ]
     settings = next((plan.settings for plan in (own_plan, saved_plan) if plan is not None), {})
-    return Prepared(held, loaded, groups.plan_of(assigned, settings))
+    return Prepared(held, loaded, blocks.plan_of(assigned, settings))
 
 
 def _read_groups(state_dict: Mapping[str, Any]) -> list[Group]:
@@ -162,7 +162,7 @@ def _read_plan(saved: Sequence[Group]) -> Plan | None:
         for entry in entries or ():
             name = next(positions)
             assigned.append((name, (), _read_assignment(entry, name)))
-    return groups.plan_of(assigned, settings[0])
+    return blocks.plan_of(assigned, settings[0])
 
 
 def _read_assignment(entry: Any, name: str) -> Block:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -133,20 +133,6 @@ def named(params: nn.Module | Iterable[Any]) -> Iterable[Any]:
     if not trainable:
         raise ValueError(f"{type(params).__name__} has no trainable parameters: all have requires_grad=False.")
     return trainable
-
-
-def plan_of(assigned: Sequence[tuple[str, Shape, Block]], settings: Mapping[str, Any]) -> Plan:
-    """The plan in which each parameter (name, shape) is in its own block, whatever parameters that one named.
-
-    Blocks of one name that differ, as an interrupted change of plans leaves them, are told apart by a mark.
-    """
-    blocks: dict[str, tuple[Block, dict[str, Shape]]] = {}
-    for name, shape, block in assigned:
-        bare = replace(block, parameters={})
-        while bare.name in blocks and blocks[bare.name][0] != bare:
-            bare = replace(bare, name=f"{bare.name}'")
-        blocks.setdefault(bare.name, (bare, {}))[1][name] = shape
-    return Plan(tuple(replace(block, parameters=mine) for block, mine in blocks.values()), settings)
 
 
 # ---- hyper-parameters ----

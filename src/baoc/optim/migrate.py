@@ -122,7 +122,7 @@ def _converted_slot(old: Holding, mechanism: Mechanism, stored: Format) -> Param
     else:
         state = new_slot(stored, old.param.device, old.place)
         if age:
-            _fill(stored, state, _values(old, mechanism, source, name, age))
+            _fill(stored, state, _values(old, mechanism, source, name, age), old.place)
     set_age(state, stored, age)
     return state
 
@@ -144,7 +144,7 @@ def _values(
         yield rows, mean * mechanism.mass(slot, age, old.hyper)
 
 
-def _fill(stored: Format, state: ParamState, values: Iterator[tuple[slice, Tensor]]) -> None:
+def _fill(stored: Format, state: ParamState, values: Iterator[tuple[slice, Tensor]], place: Place) -> None:
     held = stored.held_in(state)
     if not isinstance(stored, SummedFormat):
         for rows, value in values:
@@ -153,4 +153,4 @@ def _fill(stored: Format, state: ParamState, values: Iterator[tuple[slice, Tenso
     partial = None
     for rows, value in values:
         partial = stored.absorb(held, rows, value, 0.0, 1.0, NEAREST, partial)
-    stored.finish(held, 0.0, 1.0, NEAREST, partial)
+    stored.finish(held, 0.0, 1.0, NEAREST, None if partial is None else place.sum(partial))

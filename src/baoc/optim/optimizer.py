@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration, parse
 from baoc.core.mechanisms import known_settings
-from baoc.core.plan import Block, Plan, PlanError
+from baoc.core.plan import Plan, PlanError
 from baoc.core.roles import Role, role_of, roles_of
 from baoc.core.spec import DEFAULT_BETAS, Hyper, Shape, real_shape
 from baoc.core.text import check_names, human_bytes
-from baoc.optim import checkpoint, groups, kernels, migrate
+from baoc.optim import blocks, checkpoint, groups, kernels, migrate
 from baoc.optim.groups import Group, Member, Roster
 from baoc.optim.kernels.job import Job, Numbers, advance_ages
 from baoc.optim.lr_match import lr_scales
@@ -117,20 +117,13 @@ class BlockOptimizer(torch.optim.Optimizer):
             raise
         checkpoint.reserve_plan(self.param_groups)
         self._plan_given |= "configuration" in param_group
-        mine = {name: real_shape(param) for name, param in named}
-        self._plan = dataclasses.replace(
-            self._plan, blocks=(*self._plan.blocks, *self._new_blocks(index, configuration, mine))
-        )
+        self._plan = self._extended(self._plan, index, configuration, named)
 
-    def _new_blocks(self, index: int, configuration: Configuration, shapes: Mapping[str, Shape]) -> Iterable[Block]:
-        taken = {block.name for block in self._plan.blocks}
-        prefix = f"group {index}" if index else ""
-        for block in Plan.uniform(configuration, shapes, self._roles_of(shapes)).blocks if shapes else ():
-            name = prefix if prefix and block.name == "all" else f"{prefix} {block.name}".strip()
-            while name in taken:
-                name += "'"
-            taken.add(name)
-            yield dataclasses.replace(block, name=name)
+    def _extended(
+        self, plan: Plan, index: int, configuration: Configuration, named: Iterable[tuple[str, Tensor]]
+    ) -> Plan:
+        shapes = {name: real_shape(param) for name, param in named}
+        return blocks.extended(plan, index, configuration, shapes, self._roles_of(shapes))
 
     def _roles_of(self, shapes: Mapping[str, Shape]) -> dict[str, Role]:
         return {name: self._roles.get(name) or role_of(shape, name) for name, shape in shapes.items()}
@@ -279,7 +272,7 @@ class BlockOptimizer(torch.optim.Optimizer):
                 (member.name, member.shape, new_blocks[index] if index in moved else member.block)
                 for index, member in enumerate(members)
             ]
-            self._plan = groups.plan_of(assigned, plan.settings if len(moved) == len(members) else self._plan.settings)
+            self._plan = blocks.plan_of(assigned, plan.settings if len(moved) == len(members) else self._plan.settings)
 
     def _refuse_two_answers(self) -> None:
         given = {member.name: member.configuration for member in self.members()}
@@ -318,18 +311,10 @@ class BlockOptimizer(torch.optim.Optimizer):
     def _follow_groups(self) -> None:
         """Groups may come and go without our being asked: the plan is of the parameters that are there."""
         named = dict(groups.named_params(self.param_groups))
-        planned = {name for block in self._plan.blocks for name in block.parameters}
-        if planned == named.keys():
-            return
-        known = [
-            (name, real_shape(param), self._plan.block_of(name)) for name, param in named.items() if name in planned
-        ]
-        new = {name: real_shape(param) for name, param in named.items() if name not in planned}
-        kept = groups.plan_of(known, self._plan.settings)
-        self._plan = kept
-        self._plan = dataclasses.replace(
-            kept, blocks=(*kept.blocks, *self._new_blocks(len(self.param_groups) - 1, self._default, new))
-        )
+        new = [(name, param) for name, param in named.items() if name not in self._plan]
+        if new or len(named) != sum(len(block.parameters) for block in self._plan.blocks):
+            kept = blocks.without_others(self._plan, {name: real_shape(param) for name, param in named.items()})
+            self._plan = self._extended(kept, len(self.param_groups) - 1, self._default, new)
 
     def _shapes(self) -> dict[str, Shape]:
         return {member.name: member.shape for member in self.members()}

@@ -71,9 +71,9 @@ class FactoredFormat(SummedFormat):
         return share if partial is None else partial + share
 
     def finish(self, held: Held, keep: Scalar, add: Scalar, rounding: Rounding, partial: Tensor | None) -> None:
-        if partial is not None:
+        if partial is not None:  # of one matrix, whose columns every shard has
             cols = slice(0, partial.shape[0])
-            _blend(self.col, _part(held, "col", self.col), cols, partial, keep, add, rounding)
+            _blend(self.col, _part(held, "col", self.col), cols, partial, keep, add, Rounding(rounding.phase))
 
     def problem(self, held: Held) -> str | None:
         problems = (factor.problem(_part(held, name, factor)) for name, factor in self.factors)
@@ -88,7 +88,7 @@ def _part(held: Held, name: str, factor: Format) -> dict[str, Tensor]:
 
 
 def _blend(factor: Format, held: Held, rows: slice, x: Tensor, keep: Scalar, add: Scalar, rounding: Rounding) -> None:
-    factor.encode(held, rows, factor.decode(held, rows) * keep + x * add, Rounding(rounding.phase))
+    factor.encode(held, rows, factor.decode(held, rows) * keep + x * add, rounding)
 
 
 class Factored(Codec):

@@ -71,7 +71,7 @@ class Update:
     def _absorb(self, stored: SummedFormat, tiles: Sequence[slice]) -> None:
         name = stored.slot.name
         keep, add = self._scalars[f"{name}.keep"], self._scalars[f"{name}.add"]
-        rounding = Rounding(self._job.phases[name])
+        rounding = Rounding(self._job.phases[name], first_row=self._job.place.first_row)
         partial = None
         for rows in tiles:
             observed = self._mechanism.observe(name, self._clean(self._grad(rows)))
@@ -107,7 +107,7 @@ class Update:
         values = dict(slots)
         for each in sorted(stored, key=lambda each: each.slot.divides is None):  # dividers first
             name, divided, phase = each.slot.name, each.slot.divides, self._job.phases[each.slot.name]
-            rounding = Rounding(phase, toward_zero=idle) if each.slot.signed else Rounding(phase)
+            rounding = Rounding(phase, idle if each.slot.signed else None, self._job.place.first_row)
             each.encode(self._held[name], rows, values[name], rounding)
             if divided in values and each.rounds:
                 kept = self._kept(each, rows, values[name])

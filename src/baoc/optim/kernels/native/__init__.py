@@ -30,6 +30,7 @@ from baoc.core.mechanisms.sgd import SGD, SGDM, SGDW, SGDWM
 from baoc.core.spec import Shape
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job
+from baoc.optim.place import WHOLE
 
 # What is what in C: see job.h, which has these names.
 _MECHANISMS: dict[type[Mechanism], str] = {
@@ -151,6 +152,8 @@ class _Form(NamedTuple):
 
 def _addresses(job: Job, form: _Form) -> list[int] | None:
     """Where parameter, gradient and buffers lie, or ``None`` if one of them is not what C code takes it for."""
+    if job.place is not WHOLE:  # C code adds up what is here
+        return None
     found = []
     for tensor in (job.param, job.grad, *(job.state[key] for key in form.keys)):
         if type(tensor) not in _PLAIN or not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():

@@ -63,6 +63,13 @@ def test_importing_baoc_is_light():
     assert not [name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor", "torch.distributed"))]
 
 
+def test_a_module_is_not_hidden_behind_a_function():
+    code = "import baoc.plan, sys; print(baoc.plan is sys.modules['baoc.plan'], callable(baoc.make_plan))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == ["True"] * 2
+    for name in baoc.__all__:
+        assert not isinstance(getattr(baoc, name), type(sys)), f"baoc.{name} is a module"
+
+
 def test_every_room_imports_what_it_may():
     for room, path in files():
         assert room in ROOMS, f"{path.name}: give the room {room!r} its place in ROOMS"

@@ -191,6 +191,10 @@ def free_the_parameter(model, optimizer):
     model.second.weight.untyped_storage().resize_(0)
 
 
+def free_the_state(model, optimizer):
+    optimizer.state[model.second.weight]["v.codes"].untyped_storage().resize_(0)
+
+
 def free_the_gradient(model, optimizer):
     model.second.weight.grad.untyped_storage().resize_(0)
 
@@ -207,6 +211,7 @@ SABOTAGES = {
 FATAL = {
     move_state: "'second.weight' .* is on cpu, but its 'm.codes' is on meta",
     free_the_parameter: "'second.weight' cannot be updated: its memory was freed",
+    free_the_state: "'second.weight' .* needs 'v.codes', whose memory was freed",
     free_the_gradient: "'second.weight' cannot be updated: its gradient's memory was freed",
 }
 

@@ -22,13 +22,12 @@ from baoc.optim.groups import Group, Member, Roster
 from baoc.optim.kernels.job import Job, Numbers, advance_ages
 from baoc.optim.lr_match import lr_scales
 from baoc.optim.place import place_of
-from baoc.optim.state import misfit, new_state
+from baoc.optim.state import is_freed, misfit, new_state
 
 logger = logging.getLogger("baoc")
 
 DEFAULT_CONFIGURATION = "adamw-32"
 _ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "plan", "maximize", "kernel")
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class BlockOptimizer(torch.optim.Optimizer):
@@ -387,7 +386,7 @@ def _check_tensors(member: Member) -> None:
             "embedding with sparse=False, or give it to torch.optim.SparseAdam."
         )
     for what, tensor in (("its memory", param), ("its gradient's memory", grad)):
-        if type(tensor) in _PLAIN and not tensor.data_ptr() and tensor.numel():
+        if is_freed(tensor):
             raise RuntimeError(
                 f"parameter {member.name!r} cannot be updated: {what} was freed. Is it sharded by a framework that "
                 "gathers it for the forward pass only?"

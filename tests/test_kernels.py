@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from baoc import BlockOptimizer
+from baoc import BlockOptimizer, parse
 from baoc.core.spec import Reach
 from baoc.optim import kernels
-from baoc.optim.kernels import eager
+from baoc.optim.kernels import compiled, eager
 from tests.cases import SHAPES, by_configuration, gradients, train
 from tests.memory import PeakMemory
 
@@ -61,6 +61,18 @@ def test_compiled_equals_eager(configuration):
             optimizer = BlockOptimizer([param], lr=1e-2, plan=configuration, kernel=name)
             train(optimizer, param, gradients(shape, 4))
         torch.testing.assert_close(params["eager"], params["compiled"], rtol=1e-5, atol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.xdist_group("compile")
+def test_pieces_of_a_large_parameter_are_updated_as_the_whole(monkeypatch):
+    """Rows that end within a group go in pieces, which bounds what a compiled update keeps between its passes."""
+    monkeypatch.setattr(compiled, "PIECE_NUMEL", 5000)
+    params = [nn.Parameter(torch.ones(65, 300)) for _ in range(2)]
+    for kernel, param in zip(("eager", "compiled"), params):
+        train(BlockOptimizer([param], lr=1e-2, plan="sgdwm-8", kernel=kernel), param, gradients((65, 300), 3))
+    assert len(compiled._pieces(parse("sgdwm-8").layout((65, 300)), 65, 300)) == 5
+    torch.testing.assert_close(*params, rtol=1e-5, atol=1e-6)
 
 
 @needs_compiler

@@ -54,8 +54,9 @@ class Trained:
     def step(self, kernel: kernels.Kernel, grad: Tensor, **settings: float) -> Trained:
         layout = self.configuration.layout(self.shape)
         hyper = Hyper(**{"lr": 1e-2, "weight_decay": 0.1} | settings)
-        kernel.run([Job.of(layout, self.param, grad, self.state, hyper)])
-        advance_ages(layout, self.state)
+        job = Job.of(layout, self.param, grad, self.state, hyper)
+        kernel.run([job])
+        advance_ages([job])
         return self
 
     def buffers(self) -> dict[str, Tensor]:

@@ -62,8 +62,9 @@ def whole_and_halves(configuration, kernel) -> tuple[list[Tensor], list[Tensor]]
         layout = configuration.layout(SHAPE, rows=place.rows)
         param, state = start[rows].clone(), new_state(layout, torch.device("cpu"), place)
         for grad in grads:
-            kernel.run([Job.of(layout, param, grad[rows].contiguous(), state, Hyper(lr=1e-2), place=place)])
-            advance_ages(layout, state)
+            job = Job.of(layout, param, grad[rows].contiguous(), state, Hyper(lr=1e-2), place=place)
+            kernel.run([job])
+            advance_ages([job])
         outcomes[index] = [param, *(state[key] for key, buffer in layout.buffers.items() if buffer.name != "age")]
 
     run(0)

@@ -30,6 +30,16 @@ def rounding_phase(age: int, slot_index: int) -> int:
     return (age * _PHASE_PER_STEP + slot_index * _PHASE_PER_SLOT) & _PHASE_MASK
 
 
+def phase_at(phase: int, element: int) -> int:
+    """The phase under which a tensor that begins at another one's ``element`` is rounded as that one is there.
+
+    >>> whole = Rounding(5).noise(0, (6,), torch.device("cpu"))
+    >>> torch.equal(whole[4:], Rounding(phase_at(5, 4)).noise(0, (2,), torch.device("cpu")))
+    True
+    """
+    return (phase + element * _PHASE_PER_ELEMENT) & _PHASE_MASK
+
+
 @dataclass(frozen=True)
 class Rounding:
     """How a codec rounds: to nearest, or dithered by a reproducible low-discrepancy sequence.

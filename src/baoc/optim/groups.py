@@ -16,7 +16,7 @@ from baoc.core.mechanisms import known_settings
 from baoc.core.plan import Block, Plan
 from baoc.core.roles import canonical_name
 from baoc.core.spec import Hyper, Shape, real_shape
-from baoc.optim.place import Place, place_of
+from baoc.optim.place import WHOLE, Place, place_of
 
 Group = dict[str, Any]
 
@@ -42,6 +42,11 @@ class Member:
     @functools.cached_property
     def shape(self) -> Shape:
         return real_shape(self.param)
+
+    @functools.cached_property
+    def needs_view(self) -> bool:
+        """Kernels see it, and its gradient, through its place."""
+        return self.place is not WHOLE or self.param.is_complex() or not self.param.dim()
 
     @functools.cached_property
     def layout(self) -> Layout:

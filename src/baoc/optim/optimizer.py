@@ -22,7 +22,7 @@ from baoc.optim.groups import Group, Member, Roster
 from baoc.optim.kernels.job import Job, Numbers, advance_ages
 from baoc.optim.lr_match import lr_scales
 from baoc.optim.place import place_of
-from baoc.optim.state import is_freed, misfit, new_state
+from baoc.optim.state import misfit, new_state
 
 logger = logging.getLogger("baoc")
 
@@ -137,24 +137,31 @@ class BlockOptimizer(torch.optim.Optimizer):
         hypers = {id(group): groups.hyper(group, f"param group {i}") for i, group in enumerate(self.param_groups)}
         stepping = [member for member in self.members() if member.param.grad is not None]
         complete = self._complete is self._roster
+        by_device: dict[torch.device, list[Member]] = {}
         for member in stepping:
             _check_tensors(member)
             state = self.state.get(member.param)
-            complete &= bool(state) or not member.layout.formats
+            device = member.param.device
+            by_device.setdefault(device, []).append(member)
             if state:
-                _check_state(member, state)
-        kernel_of = {device: self._kernel_for(device) for device in {member.param.device for member in stepping}}
+                _check_state(member, state, device)
+            else:
+                complete &= not member.layout.formats
+        kernel_of = {device: self._kernel_for(device) for device in by_device}
         if stepping and not complete:
             self._allocate()
         if self._is_rehearsal(stepping, hypers.values()):
             return loss
         known: dict[object, Numbers] = {}
-        jobs = [(member, self._job(member, hypers[id(member.group)], known)) for member in stepping]
+        jobs = {
+            device: [self._job(member, hypers[id(member.group)], known) for member in members]
+            for device, members in by_device.items()
+        }
         self._before_update(stepping)
         for device, kernel in kernel_of.items():
-            kernel.run(job for member, job in jobs if member.param.device == device)
-        for member, job in jobs:
-            advance_ages(member.layout, cast(dict[str, Any], job.state))
+            kernel.run(jobs[device])
+        for device in kernel_of:
+            advance_ages(jobs[device])
         self._after_update()
         return loss
 
@@ -342,17 +349,13 @@ class BlockOptimizer(torch.optim.Optimizer):
         return not any(map(int, ages)) and not any(cast(Tensor, member.param.grad).any() for member in stepping)
 
     def _job(self, member: Member, hyper: Hyper, known: dict[object, Numbers]) -> Job:
-        return Job.of(
-            member.layout,
-            member.param,
-            cast(Tensor, member.param.grad),
-            self.state.get(member.param, {}),
-            hyper,
-            lr_scale=member.lr_scale,
-            maximize=bool(member.group["maximize"]),
-            place=member.place,
-            known=known,
-        )
+        param, place = member.param, member.place
+        grad = cast(Tensor, param.grad)
+        state = self.state.get(param, {})
+        if member.needs_view:
+            param, grad = place.local(param), place.local(grad)
+        settings = member.block.lr_scale, bool(member.group["maximize"])
+        return Job.of(member.layout, param, grad, state, hyper, *settings, place, member.name, known)
 
 
 def _is_called_by(module: str) -> bool:
@@ -364,8 +367,8 @@ def _is_called_by(module: str) -> bool:
     return False
 
 
-def _check_state(member: Member, state: Mapping[str, Any]) -> None:
-    problem = misfit(member.layout, state, member.param.device)
+def _check_state(member: Member, state: Mapping[str, Any], device: torch.device) -> None:
+    problem = misfit(member.layout, state, device)
     if problem:
         raise RuntimeError(
             f"parameter {member.name!r} has shape {member.shape} and {problem} ({member.configuration}). Did the "
@@ -385,9 +388,3 @@ def _check_tensors(member: Member) -> None:
             f"parameter {member.name!r} has a sparse gradient, which BlockOptimizer does not support. Build its "
             "embedding with sparse=False, or give it to torch.optim.SparseAdam."
         )
-    for what, tensor in (("its memory", param), ("its gradient's memory", grad)):
-        if is_freed(tensor):
-            raise RuntimeError(
-                f"parameter {member.name!r} cannot be updated: {what} was freed. Is it sharded by a framework that "
-                "gathers it for the forward pass only?"
-            )

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from baoc.core.codecs import Format
 from baoc.core.configuration import Layout
@@ -60,11 +59,4 @@ def misfit(layout: Layout, state: Mapping[str, Any], device: torch.device) -> st
             return f"needs {key!r} of {buffer.shape} {buffer.dtype}, but the optimizer holds {found}"
         if held.device != device and buffer.name != "age":
             return f"is on {device}, but its {key!r} is on {held.device}"
-        if is_freed(held):
-            return f"needs {key!r}, whose memory was freed"
     return None
-
-
-def is_freed(tensor: Tensor) -> bool:
-    """A tensor whose memory was given back, as some sharding frameworks do between steps. Subclasses may have none."""
-    return type(tensor) in (Tensor, nn.Parameter) and not tensor.data_ptr() and tensor.numel() > 0

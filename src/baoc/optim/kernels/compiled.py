@@ -1,8 +1,9 @@
 """The same update through ``torch.compile``, on any device.
 
-No fp32 copy of a whole state is made: Inductor is told to compute a value again rather than to keep it. Where elements
-need nothing of each other, or rows are made of whole groups, the update is one fused kernel; where a group ends in the
-middle of a row, or sums over the tensor come first, it is several.
+Where elements need nothing of each other, or rows are made of whole groups, the update is one fused kernel. Where a
+group ends in the middle of a row, Inductor makes several passes with fp32 values between them: such parameters go in
+pieces of rows, which bounds what is between. Sums over the tensor (factors, an RMS) need all of it at once, and have
+one or two temporaries of its size. (Telling Inductor to keep nothing does away with those too, but takes minutes.)
 
 The number of compilations must not grow with steps, learning rates or tensors. So every number that changes between
 steps enters as a tensor, sizes are dynamic, and a graph is made once per stored form, dtype and kind of shape: square
@@ -13,24 +14,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from baoc.core.codecs.int8 import GROUP
 from baoc.core.configuration import Layout
+from baoc.core.rounding import phase_at
 from baoc.core.spec import Reach
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.update import Update
 
-# Beyond these many uses or operations, Inductor keeps a value in memory for others to read.
-_NEVER_KEEP: dict[str, str | int | bool | Callable[..., Any]] = {
-    "realize_reads_threshold": 1 << 20,
-    "realize_opcount_threshold": 1 << 20,
-    "realize_acc_reads_threshold": 1 << 20,
-}
+PIECE_NUMEL = 1 << 22  # 16 MiB of fp32 per temporary: enough to keep a GPU busy
+_ALIGNED_ROWS = 16  # a piece of so many rows starts where Inductor expects tensors to start, whatever their dtype
 
 
 class CompiledKernel:
@@ -40,7 +37,9 @@ class CompiledKernel:
         self._eager = EagerKernel()
 
     def run(self, jobs: Iterable[Job]) -> None:
-        left = []
+        jobs, left = list(jobs), []
+        for job in jobs:
+            job.refuse_freed()
         # Dynamo's limit is per function, and every configuration traces the same one: the bound is ours, and tested.
         with torch._dynamo.utils.disable_cache_limit():
             for job in jobs:
@@ -52,17 +51,29 @@ class CompiledKernel:
 
 
 def _run(job: Job) -> None:
-    device = job.param.device
-    scalars = torch.tensor(list(job.scalars.values()), dtype=torch.float32).to(device, non_blocking=True)
-    phases = torch.tensor([int(each) for each in job.phases.values()], dtype=torch.int64).to(device, non_blocking=True)
-    keys = tuple(key for stored in job.layout.formats for _, key in stored.keys)
-    step = _compiled_step(_Form(job.layout), tuple(job.scalars), tuple(job.phases), keys, job.maximize)
     param, grad = job.param.detach().contiguous(), job.grad.detach().contiguous()
-    view = _simplest_view(job.layout, param[0].numel())
-    state = [view(tensor) for stored in job.layout.formats for tensor in stored.held_in(job.state).values()]
-    step(view(param), view(grad), state, scalars, phases)
+    device, row_numel = param.device, param[0].numel()
+    keys = tuple(key for stored in job.layout.formats for _, key in stored.keys)
+    held = [tensor for stored in job.layout.formats for tensor in stored.held_in(job.state).values()]
+    scalars = torch.tensor(list(job.scalars.values()), dtype=torch.float32).to(device, non_blocking=True)
+    step = _compiled_step(_Form(job.layout), tuple(job.scalars), tuple(job.phases), keys, job.maximize)
+    view = _simplest_view(job.layout, row_numel)
+    for rows in _pieces(job.layout, len(param), row_numel):
+        first = 0 if rows is None else rows.start * row_numel
+        phases = torch.tensor([phase_at(int(each), first) for each in job.phases.values()], dtype=torch.int64)
+        param_piece, grad_piece, *state = (view(each if rows is None else each[rows]) for each in (param, grad, *held))
+        step(param_piece, grad_piece, state, scalars, phases.to(device, non_blocking=True))
     if param.data_ptr() != job.param.data_ptr():
         job.param.copy_(param)
+
+
+def _pieces(layout: Layout, rows: int, row_numel: int) -> list[slice | None]:
+    """Rows to update at once; ``None``: all."""
+    is_ragged = any(stored.view_dims == 2 for stored in layout.formats) and row_numel > GROUP and row_numel % GROUP
+    height = max(1, PIECE_NUMEL // max(1, row_numel) // _ALIGNED_ROWS) * _ALIGNED_ROWS
+    if layout.reach is not Reach.ROWS or not is_ragged or rows <= height:
+        return [None]
+    return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
 
 
 def _simplest_view(layout: Layout, row_numel: int) -> Callable[[Tensor], Tensor]:
@@ -115,8 +126,9 @@ def _compiled_step(
             dict(zip(keys, state)),
             dict(zip(scalar_names, scalars.unbind())),
             dict(zip(phase_names, phases.unbind())),
+            (),
             maximize,
         )
         Update(job).run([slice(0, param.shape[0])])
 
-    return torch.compile(step, fullgraph=True, dynamic=True, options=_NEVER_KEEP)
+    return torch.compile(step, fullgraph=True, dynamic=True)

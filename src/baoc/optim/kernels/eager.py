@@ -20,7 +20,9 @@ class EagerKernel:
     name = "eager"
 
     def run(self, jobs: Iterable[Job]) -> None:
-        matrices = []
+        jobs, matrices = list(jobs), []
+        for job in jobs:
+            job.refuse_freed()
         for job in jobs:
             if job.param.numel() == 0:
                 continue

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from baoc.core.configuration import Layout
 from baoc.core.rounding import rounding_phase
@@ -23,11 +23,13 @@ class Job(NamedTuple):
     layout: Layout
     param: Tensor
     grad: Tensor
-    state: Mapping[str, Any]  # by the keys of the layout; may hold more
+    state: ParamState  # by the keys of the layout; may hold more
     scalars: Mapping[str, Scalar]
     phases: Mapping[str, int | Tensor]
+    ages: tuple[int, ...]  # of the slots, this step included
     maximize: bool = False
     place: Place = WHOLE
+    name: str = ""  # for errors
 
     @classmethod
     def of(
@@ -37,15 +39,16 @@ class Job(NamedTuple):
         grad: Tensor,
         state: ParamState,
         hyper: Hyper,
-        *,
         lr_scale: float | None = None,
         maximize: bool = False,
         place: Place = WHOLE,
+        name: str = "",
         known: dict[object, Numbers] | None = None,
     ) -> Job:
         """The one way to make a job. Ages in ``state`` are those before the step: see :func:`advance_ages`.
 
-        ``known`` keeps the numbers of a step: parameters of one group, mechanism and age share them.
+        Tensors are as the place shows them. ``known`` keeps the numbers of a step: parameters of one group, mechanism
+        and age share them.
         """
         ages = tuple(int(state[stored.age_key]) + 1 for stored in layout.formats)
         known = {} if known is None else known
@@ -53,7 +56,18 @@ class Job(NamedTuple):
         if key not in known:
             known[key] = _numbers(layout, dataclasses.replace(hyper, lr_scale=lr_scale or hyper.lr_scale), ages)
         scalars, phases = known[key]
-        return cls(layout, place.local(param), place.local(grad), state, scalars, phases, maximize, place)
+        return cls(layout, param, grad, state, scalars, phases, ages, maximize, place, name)
+
+    def refuse_freed(self) -> None:
+        """Raise if memory that the step would read was given back, as some sharding frameworks do between steps."""
+        buffers = {f"its {key!r}": self.state[key] for stored in self.layout.formats for _, key in stored.keys}
+        for what, tensor in {"it": self.param, "its gradient": self.grad, **buffers}.items():
+            # a subclass may have its numbers elsewhere
+            if type(tensor) in (Tensor, nn.Parameter) and not tensor.data_ptr() and tensor.numel():
+                raise RuntimeError(
+                    f"parameter {self.name!r} cannot be updated: the memory of {what} was freed. Is it sharded by a "
+                    "framework that gathers it for the forward pass only?"
+                )
 
 
 def _numbers(layout: Layout, hyper: Hyper, ages: tuple[int, ...]) -> Numbers:
@@ -62,7 +76,8 @@ def _numbers(layout: Layout, hyper: Hyper, ages: tuple[int, ...]) -> Numbers:
     return layout.mechanism.scalars(hyper, by_slot), phases
 
 
-def advance_ages(layout: Layout, state: ParamState) -> None:
+def advance_ages(jobs: Iterable[Job]) -> None:
     """Count a step, after the kernel has returned."""
-    for stored in layout.formats:
-        set_age(state, stored, int(state[stored.age_key]) + 1)
+    for job in jobs:
+        for stored, age in zip(job.layout.formats, job.ages):
+            set_age(job.state, stored, age)

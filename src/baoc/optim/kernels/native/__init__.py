@@ -102,15 +102,16 @@ class NativeKernel:
         left: list[Job] = []
         for job in jobs:
             form = _form(job.layout, job.param.shape, job.param.dtype, job.grad.dtype)
-            addresses = None if form is None else _addresses(job, form)
-            if form is None or addresses is None:
+            job_words = None if form is None else _words(job, form)
+            if form is None or job_words is None:
                 left.append(job)
                 continue
             key = id(job.scalars)
             if key not in rows:
                 rows[key] = len(rows), job.scalars
                 scalars += self._row(job)
-            words += form.words(job, rows[key][0], addresses)
+            job_words[form.scalars] = rows[key][0]
+            words += job_words
             served.append(job.param)
         if served:
             packed = array("q", words), array("d", scalars)
@@ -136,33 +137,38 @@ class _Form(NamedTuple):
     """What all jobs with the same layout and dtypes have in common."""
 
     template: list[int]  # the struct ``job_words``, with zeros for what changes
-    keys: tuple[str, ...]  # of the buffers in the state
-    addresses: tuple[int, ...]  # where the addresses of parameter, gradient and buffers go
-    changing: tuple[int, int, int, int]  # where scalars, negate, m_phase and v_phase stand
-
-    def words(self, job: Job, scalars: int, addresses: list[int]) -> list[int]:
-        words = self.template.copy()
-        numbers = (scalars, job.maximize, job.phases.get("m", 0), job.phases.get("v", 0))
-        for place, number in zip(self.changing, numbers):
-            words[place] = int(number)
-        for place, address in zip(self.addresses, addresses):
-            words[place] = address
-        return words
+    buffers: tuple[tuple[int, str], ...]  # where a buffer's address goes, and its key in the state
+    param: int  # where each of these goes
+    grad: int
+    scalars: int
+    negate: int
+    m_phase: int
+    v_phase: int
 
 
-def _addresses(job: Job, form: _Form) -> list[int] | None:
-    """Where parameter, gradient and buffers lie, or ``None`` if one of them is not what C code takes it for."""
-    if job.place is not WHOLE:  # C code adds up what is here
+def _words(job: Job, form: _Form) -> list[int] | None:
+    """A job as ``job_words``, or ``None`` if one of its tensors is not what C code would take it for."""
+    _, param, grad, state, _, phases, _, maximize, place, _ = job
+    template, buffers, param_at, grad_at, _, negate_at, m_phase_at, v_phase_at = form
+    if place is not WHOLE or type(param) not in _PLAIN or type(grad) not in _PLAIN:
+        return None  # C code adds up what is here, and reads it at its address
+    if not (param.is_contiguous() and grad.is_contiguous()) or param.is_neg() or grad.is_neg():
         return None
-    found = []
-    for tensor in (job.param, job.grad, *(job.state[key] for key in form.keys)):
-        if type(tensor) not in _PLAIN or not tensor.is_contiguous() or not tensor.is_cpu or tensor.is_neg():
+    words = template.copy()
+    address = words[param_at] = param.data_ptr()
+    grad_address = words[grad_at] = grad.data_ptr()
+    found = address and grad_address
+    words[negate_at] = maximize
+    words[m_phase_at], words[v_phase_at] = phases.get("m", 0), phases.get("v", 0)  # type: ignore[assignment]
+    for at, key in buffers:
+        buffer = state[key]
+        if type(buffer) is not Tensor or not buffer.is_contiguous():
             return None
-        address = tensor.data_ptr()
-        if not address:
-            return None
-        found.append(address)
-    return found
+        address = words[at] = buffer.data_ptr()
+        found = found and address
+    if not found:
+        job.refuse_freed()
+    return words
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -179,15 +185,14 @@ def _form(layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtyp
     for name, value in _geometry(shape).items():
         words[places[name]] = value
     words[places["mechanism"]] = library.MECHANISMS.index(mechanism)
-    words[places["shares"]] = layout.shares
     words[places["param.type"]], words[places["grad.type"]] = types[_DTYPES[param_dtype]], types[_DTYPES[grad_dtype]]
-    addresses = {"": places["param.data"], " ": places["grad.data"]}
+    buffers: list[tuple[int, str]] = []
     for array_name, type_name, keys in arrays:
         assert type_name is not None
         words[places[f"{array_name}.type"]] = types[type_name]
-        addresses |= {key: places[f"{array_name}.{part}"] for part, key in keys.items()}
-    changing = (places["scalars"], places["negate"], places["m_phase"], places["v_phase"])
-    return _Form(words, tuple(addresses)[2:], tuple(addresses.values()), changing)
+        buffers += [(places[f"{array_name}.{part}"], key) for part, key in keys.items()]
+    changing = ("param.data", "grad.data", "scalars", "negate", "m_phase", "v_phase")
+    return _Form(words, tuple(buffers), *(places[name] for name in changing))
 
 
 def _arrays(stored: Format) -> list[tuple[str, str | None, dict[str, str]]]:

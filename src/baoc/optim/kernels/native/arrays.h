@@ -28,7 +28,7 @@ static void write_param(const array *stored, int64_t first, int n, const float *
 }
 
 /* fp32 gradient to descend on, with L2 decay if there is any. */
-static const float *raw_gradient(const job *job, int64_t first, int n, float *out)
+static const float *gradient(const job *job, int64_t first, int n, float *out)
 {
     const float *g = floats_of(&job->words->grad, first, n, out);
     const float decay = (float)job->scalars->coupled_decay;
@@ -44,29 +44,10 @@ static const float *raw_gradient(const job *job, int64_t first, int n, float *ou
     return out;
 }
 
-/* Whether a number is beyond SPIKE, or none at all. Sizes are compared as integers, which puts NaN on top. */
-static int has_spike(const float *g, int n)
-{
-    vint top = {0};
-    for (int i = 0; i < n; i += LANES)
-        top = larger_int(top, (vint)magnitude(load(g + i, lanes_left(n, i))));
-    return largest_lane(top) >= SPIKE_BITS;
-}
-
-/* The gradient as the state sees it: without spikes, where one element's would become its neighbours' trouble. */
-static const float *without_spikes(const job *job, const float *g, int n, float *out)
-{
-    if (!job->words->shares || !has_spike(g, n))
-        return g;
-    for (int i = 0; i < n; i++)
-        out[i] = fabsf(g[i]) < SPIKE ? g[i] : 0.0f;
-    return out;
-}
-
-static const float *gradient(const job *job, int64_t first, int n, float *out)
-{
-    return without_spikes(job, raw_gradient(job, first, n, out), n, out);
-}
+/* The gradient as the state sees it where elements share numbers: without what would spoil them for all. */
+INLINE vmask is_sane(vfloat g) { return less(magnitude(g), vfloat_of(SPIKE)); }
+INLINE vfloat without_spikes(vfloat g) { return keep_lanes(is_sane(g), g); }
+INLINE float without_spike(float g) { return fabsf(g) < SPIKE ? g : 0.0f; }
 
 /* Visits int8 groups, from the start of one on. */
 typedef struct {

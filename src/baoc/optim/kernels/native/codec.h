@@ -8,7 +8,6 @@
  * changes. */
 #define GROUP 256
 #define SPIKE 0x1p56f
-#define SPIKE_BITS 0x5b800000 /* of the same, as an integer */
 #define PHASE_PER_ELEMENT 0x609FD5u
 
 /* ---- dither ---- */

@@ -14,13 +14,16 @@ static double absorb_part(const float *g, int n, float *col_sums)
     for (; i + SUM_LANES <= n; i += SUM_LANES)
         for (int k = 0; k < SUM_VECTORS; k++) {
             const int at = i + k * LANES;
-            const vfloat each = load(g + at, LANES), square = each * each;
+            const vfloat each = without_spikes(load(g + at, LANES)), square = each * each;
             row.part[k] += square;
             store(col_sums + at, load(col_sums + at, LANES) + square, LANES);
         }
-    for (int at = i; at < n; at++)
-        col_sums[at] += g[at] * g[at];
-    return sum_of(&row, g + i, n - i, 1);
+    float tail[SUM_LANES];
+    for (int at = i; at < n; at++) {
+        tail[at - i] = without_spike(g[at]);
+        col_sums[at] += tail[at - i] * tail[at - i];
+    }
+    return sum_of(&row, tail, n - i, 1);
 }
 
 /* Adds the squared gradients of some lines of one matrix to sums over its columns, and sets the means of its rows. */
@@ -114,8 +117,9 @@ static void ISA(take_root)(float *factor, int64_t n, int inverse)
 }
 
 /* The squared direction of Adafactor, of which v's root would only be squared again. */
-INLINE vfloat squared_direction(int v_type, const numbers *c, vfloat g, vfloat v)
+INLINE vfloat squared_direction(int v_type, const numbers *c, vfloat raw, vfloat v)
 {
+    const vfloat g = without_spikes(raw);
     if (v_type == FACTORED) {
         const vfloat direction_ = direction(ADAFACTOR, FACTORED, c, g, v, v);
         return direction_ * direction_;

@@ -17,7 +17,6 @@
     X(outer) X(matrices) X(rows) X(cols)   /* what factors are kept for: `outer` stacks of `matrices` of `rows` x `cols` */ \
     X(scalars)                             /* which of the job_scalars are its own */ \
     X(negate)                              /* maximize */ \
-    X(shares)                              /* a gradient beyond SPIKE would spoil its neighbours' state */ \
     X(m_phase) X(v_phase)
 
 /* `v` of type FACTORED has its numbers in `v_row`, (outer, matrices, rows), and `v_col`, (outer, matrices, cols). */

@@ -76,6 +76,9 @@ INLINE vmask at_most(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, 
 INLINE vmask equal(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ); }
 INLINE vmask unequal(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_NEQ_UQ); }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)_mm512_mask_blend_ps(where, (__m512)no, (__m512)yes); }
+INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)_mm512_maskz_mov_ps(where, (__m512)x); }
+INLINE vmask all_lanes(void) { return 0xffff; }
+INLINE int every_lane(vmask where) { return where == 0xffff; }
 INLINE vint choose_int(vmask where, vint yes, vint no) { return (vint)_mm512_mask_blend_epi32(where, (__m512i)no, (__m512i)yes); }
 INLINE vint add_one(vmask where, vint x) { return (vint)_mm512_mask_add_epi32((__m512i)x, where, (__m512i)x, _mm512_set1_epi32(1)); }
 INLINE vfloat fused_add(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
@@ -104,6 +107,9 @@ INLINE vmask equal(vfloat a, vfloat b) { return a == b; }
 INLINE vmask unequal(vfloat a, vfloat b) { return a != b; }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)where); }
 INLINE vint choose_int(vmask where, vint yes, vint no) { return (vint)choose(where, (vfloat)yes, (vfloat)no); }
+INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)((vint)x & where); }
+INLINE vmask all_lanes(void) { return ~(vmask){0}; }
+INLINE int every_lane(vmask where) { return _mm256_movemask_ps((__m256)where) == 0xff; }
 INLINE vint add_one(vmask where, vint x) { return x - where; }
 INLINE vfloat fused_add(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 INLINE vfloat fused_subtract(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm256_fmsub_ps((__m256)a, (__m256)b, (__m256)c); }
@@ -159,6 +165,9 @@ INLINE vmask equal(vfloat a, vfloat b) { return a == b; }
 INLINE vmask unequal(vfloat a, vfloat b) { return a != b; }
 INLINE vint choose_int(vmask where, vint yes, vint no) { return (where & yes) | (~where & no); }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)choose_int(where, (vint)yes, (vint)no); }
+INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)((vint)x & where); }
+INLINE vmask all_lanes(void) { return ~(vmask){0}; }
+INLINE int every_lane(vmask where) { return !any_lane(~where); }
 INLINE vint add_one(vmask where, vint x) { return x - where; }
 INLINE vfloat fused_add(vfloat a, vfloat b, vfloat c) { return a * b + c; }
 INLINE vfloat fused_subtract(vfloat a, vfloat b, vfloat c) { return a * b - c; }

@@ -58,11 +58,13 @@ typedef struct {
     vuint m_sequence, v_sequence;
     vint m_top, v_top;
     vmask idle; /* lanes that had an element without gradient */
+    vmask sane; /* lanes that had no spike */
 } progress;
 
 INLINE progress start(const tile *t, int i)
 {
-    progress at = {sequence_at(t->m.phase, t->first + i), sequence_at(t->v.phase, t->first + i), {0}, {0}, no_lane()};
+    progress at = {sequence_at(t->m.phase, t->first + i), sequence_at(t->v.phase, t->first + i), {0}, {0}, no_lane(),
+                   all_lanes()};
     return at;
 }
 
@@ -83,12 +85,23 @@ typedef struct {
     float m, v;
 } keeps;
 
+/* One element's gradient has a part in what happens to others: `Layout.shares` in Python. */
+INLINE int shares(int mechanism, int m_type, int v_type)
+{
+    return mechanism == ADAFACTOR || m_type == INT8 || v_type == INT8 || v_type == FACTORED;
+}
+
 /* The first three arguments are known to the compiler wherever this is called, so each use becomes a loop of its own
  * without branches. */
 INLINE progress advance_vector(int mechanism, int m_type, int v_type, const tile *t, keeps keep, progress at, int i,
                                int count)
 {
     vfloat g = load(t->g + i, count), m = {0}, v = {0};
+    if (shares(mechanism, m_type, v_type)) {
+        const vmask sane = is_sane(g);
+        at.sane &= sane;
+        g = keep_lanes(sane, g);
+    }
     if (m_type)
         m = fused_add(read(m_type, 1, &t->m, i, count), vfloat_of(keep.m), g * t->c.m_add);
     if (v_type && v_type != FACTORED)
@@ -189,7 +202,7 @@ INLINE int32_t encode_v_of_idle(int m_type, const tile *t, float levels_root, in
     progress at = start(t, i);
     for (; i < end; i += LANES, at = next(at)) {
         const int count = lanes_left(end, i);
-        const vfloat g = load(t->g + i, count), root = load(t->v.fresh + i, count) * levels_root;
+        const vfloat g = without_spikes(load(t->g + i, count)), root = load(t->v.fresh + i, count) * levels_root;
         const vint code = encode_unsigned(root, square_root(root), threshold_plus_one(at.v_sequence));
         store_8((uint8_t *)t->v.data + i, code, count);
         const vfloat m = shrunk(load(t->m.fresh + i, count), g, to_float(code) * to_float(code), root);
@@ -209,8 +222,8 @@ INLINE void encode_m_of_idle(const tile *t, float levels, int i, int end)
     for (; i < end; i += LANES, at = next(at)) {
         const int count = lanes_left(end, i);
         const vfloat m = load(t->m.fresh + i, count), level = level_of_signed(m, levels);
-        const vfloat threshold = choose(is_idle(load(t->g + i, count)), vfloat_of(LARGEST_THRESHOLD + 1),
-                                        threshold_plus_one(at.m_sequence));
+        const vfloat threshold = choose(is_idle(without_spikes(load(t->g + i, count))),
+                                        vfloat_of(LARGEST_THRESHOLD + 1), threshold_plus_one(at.m_sequence));
         store_8((uint8_t *)t->m.data + i, encode_signed(m, level, square_root(level), threshold), count);
     }
 }
@@ -219,6 +232,13 @@ INLINE float m_levels(const tile *t, int group, int32_t top)
 {
     t->m.scales[group] = scale_of(top);
     return levels_of(SIGNED_LEVELS, t->m.scales[group]);
+}
+
+/* What was left out of the state still shows: a gradient that is no number makes its element none. */
+static void show_spikes(const tile *t, int i, int end)
+{
+    for (; i < end; i++)
+        t->p[i] += t->g[i] - t->g[i];
 }
 
 /* Three rounds, so that the slow way from a group's values to its scale is gone for all groups at once. */
@@ -238,6 +258,8 @@ INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
         if (i < end)
             at = advance_vector(mechanism, m_type, v_type, t, keep, at, i, end - i);
         idle[group] = m_type && any_lane(at.idle);
+        if (!every_lane(at.sane))
+            show_spikes(t, t->starts[group], end);
         if (m_type == INT8)
             m_tops[group] = largest_lane(at.m_top);
         if (v_type == INT8)
@@ -316,13 +338,12 @@ static void expand(const job_words *w, const factors *f, int64_t first, int n, f
 static void update_tile(const job *job, const factors *f, const numbers *c, int64_t first, int n)
 {
     const job_words *w = job->words;
-    float g[TILE], clean[TILE], p[TILE], m[TILE + 2 * LANES], v[TILE + 2 * LANES];
-    const float *raw = raw_gradient(job, first, n, g);
+    float g[TILE], p[TILE], m[TILE + 2 * LANES], v[TILE + 2 * LANES];
     group_cursor at = group_at(w->row, first);
     tile t;
     t.c = *c;
     t.first = first;
-    t.g = without_spikes(job, raw, n, clean);
+    t.g = gradient(job, first, n, g);
     t.p = floats_of(&w->param, first, n, p);
     t.m = slot_at(&w->m, first, at.group, w->m_phase, m);
     t.v = slot_at(&w->v, first, at.group, w->v_phase, v);
@@ -338,9 +359,6 @@ static void update_tile(const job *job, const factors *f, const numbers *c, int6
         t.groups++;
     }
     advance_tile(w, &t);
-    if (t.g != raw) /* what was left out of the state still shows: what is no number makes its element none */
-        for (int i = 0; i < n; i++)
-            t.p[i] += raw[i] - raw[i];
     write_param(&w->param, first, n, t.p);
 }
 

@@ -58,6 +58,10 @@ class Whole:
         return buffer
 
 
+class Negated(Whole):
+    """All of a parameter is here, but its memory has the opposite sign: only torch's operations know that."""
+
+
 WHOLE = Whole()
 
 
@@ -73,7 +77,7 @@ def place_of(param: Tensor, name: str) -> Place:
             f"parameter {name!r} is {param.dtype}, whose range is lost in fp32 state: gradients beyond 1e19 would "
             "overflow it. Convert the model with model.float(), or give this parameter to torch.optim.AdamW."
         )
-    return WHOLE
+    return Negated() if param.is_neg() else WHOLE
 
 
 def real_view(tensor: Tensor) -> Tensor:

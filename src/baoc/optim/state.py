@@ -50,6 +50,7 @@ def set_age(state: ParamState, stored: Format, age: int) -> None:
 
 def misfit(layout: Layout, state: Mapping[str, Any], device: torch.device) -> str | None:
     """What of a state is not as its layout says, or ``None``. Nothing else may reach code that trusts addresses."""
+    on_cpu = device.type == "cpu"
     for key, buffer in layout.buffers.items():
         held = state.get(key)
         if held is None:
@@ -57,6 +58,6 @@ def misfit(layout: Layout, state: Mapping[str, Any], device: torch.device) -> st
         if held.shape != buffer.shape or held.dtype is not buffer.dtype:
             found = f"{tuple(held.shape)} {held.dtype}"
             return f"needs {key!r} of {buffer.shape} {buffer.dtype}, but the optimizer holds {found}"
-        if held.device != device and buffer.name != "age":
+        if held.is_cpu is not on_cpu and buffer.name != "age":
             return f"is on {device}, but its {key!r} is on {held.device}"
     return None

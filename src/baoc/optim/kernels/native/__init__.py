@@ -151,8 +151,8 @@ def _words(job: Job, form: _Form) -> list[int] | None:
     _, param, grad, state, _, phases, _, maximize, place, _ = job
     template, buffers, param_at, grad_at, _, negate_at, m_phase_at, v_phase_at = form
     if place is not WHOLE or type(param) not in _PLAIN or type(grad) not in _PLAIN:
-        return None  # C code adds up what is here, and reads it at its address
-    if not (param.is_contiguous() and grad.is_contiguous()) or param.is_neg() or grad.is_neg():
+        return None  # C code adds up what is here, and reads it at its address as it is
+    if not (param.is_contiguous() and grad.is_contiguous()) or grad.is_neg():
         return None
     words = template.copy()
     address = words[param_at] = param.data_ptr()

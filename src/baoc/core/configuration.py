@@ -57,6 +57,7 @@ class Layout:
     shares: bool = field(init=False)
     """One element's gradient has a part in what happens to others."""
     nbytes: int = field(init=False)
+    age_keys: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:  # not when first asked: torch.compile cannot trace that
         mechanism = self.configuration.mechanism
@@ -64,6 +65,7 @@ class Layout:
         object.__setattr__(self, "mechanism", mechanism)
         object.__setattr__(self, "reach", max([mechanism.reach, *(each.reach for each in self.formats)]))
         object.__setattr__(self, "shares", shares)
+        object.__setattr__(self, "age_keys", tuple(each.age_key for each in self.formats))
         object.__setattr__(self, "nbytes", sum(buffer.nbytes for buffer in self.buffers.values()))
 
 

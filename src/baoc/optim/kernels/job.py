@@ -50,12 +50,14 @@ class Job(NamedTuple):
         Tensors are as the place shows them. ``known`` keeps the numbers of a step: parameters of one group, mechanism
         and age share them.
         """
-        ages = tuple(int(state[stored.age_key]) + 1 for stored in layout.formats)
-        known = {} if known is None else known
-        key = id(hyper), layout.mechanism.name, lr_scale, ages
-        if key not in known:
-            known[key] = _numbers(layout, dataclasses.replace(hyper, lr_scale=lr_scale or hyper.lr_scale), ages)
-        scalars, phases = known[key]
+        ages = tuple([int(state[key]) + 1 for key in layout.age_keys])
+        shared = id(hyper), layout.mechanism, lr_scale, ages
+        numbers = None if known is None else known.get(shared)
+        if numbers is None:
+            numbers = _numbers(layout, dataclasses.replace(hyper, lr_scale=lr_scale or hyper.lr_scale), ages)
+            if known is not None:
+                known[shared] = numbers
+        scalars, phases = numbers
         return cls(layout, param, grad, state, scalars, phases, ages, maximize, place, name)
 
     def refuse_freed(self) -> None:

@@ -34,8 +34,8 @@ def extended(
         return plan
     blocks = list(plan.blocks)
     for block in Plan.uniform(configuration, shapes, roles).blocks:
-        name = " ".join(part for part in (f"group {group}" if group else "", block.name) if part)
-        name = f"group {group}" if group and block.name == "all" else name
+        of_group = f"group {group}" if block.name == "all" else f"group {group} {block.name}"
+        name = of_group if group else block.name
         while name in {each.name for each in blocks}:
             name += "'"
         blocks.append(replace(block, name=name))

@@ -97,6 +97,7 @@ class Update:
 
         So its momentum is rounded toward zero, and shrinks with the root of what is lost of the second moment that
         divides it: that one is rounded as ever, for it must stay right on average where gradients come now and then.
+        Then neither |m| nor |m| / sqrt(v) grows beyond what exact decay makes of it, at any step, whatever eps is.
         """
         stored = [each for each in self._job.layout.formats if not isinstance(each, SummedFormat)]
         if not any(each.rounds for each in stored):

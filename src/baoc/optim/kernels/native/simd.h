@@ -74,7 +74,6 @@ INLINE int any_lane(vmask where) { return where != 0; }
 INLINE vmask less(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
 INLINE vmask at_most(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ); }
 INLINE vmask equal(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ); }
-INLINE vmask unequal(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_NEQ_UQ); }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)_mm512_mask_blend_ps(where, (__m512)no, (__m512)yes); }
 INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)_mm512_maskz_mov_ps(where, (__m512)x); }
 INLINE vmask all_lanes(void) { return 0xffff; }
@@ -104,7 +103,6 @@ INLINE int any_lane(vmask where) { return _mm256_movemask_ps((__m256)where) != 0
 INLINE vmask less(vfloat a, vfloat b) { return a < b; }
 INLINE vmask at_most(vfloat a, vfloat b) { return a <= b; }
 INLINE vmask equal(vfloat a, vfloat b) { return a == b; }
-INLINE vmask unequal(vfloat a, vfloat b) { return a != b; }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)where); }
 INLINE vint choose_int(vmask where, vint yes, vint no) { return (vint)choose(where, (vfloat)yes, (vfloat)no); }
 INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)((vint)x & where); }
@@ -162,7 +160,6 @@ INLINE int any_lane(vmask where)
 INLINE vmask less(vfloat a, vfloat b) { return a < b; }
 INLINE vmask at_most(vfloat a, vfloat b) { return a <= b; }
 INLINE vmask equal(vfloat a, vfloat b) { return a == b; }
-INLINE vmask unequal(vfloat a, vfloat b) { return a != b; }
 INLINE vint choose_int(vmask where, vint yes, vint no) { return (where & yes) | (~where & no); }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)choose_int(where, (vint)yes, (vint)no); }
 INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)((vint)x & where); }

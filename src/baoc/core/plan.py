@@ -107,6 +107,20 @@ class Plan:
         names = {configuration: "all"} if len(blocks) == 1 else {configuration: configuration.mechanism_name}
         return cls(tuple(Block(names.get(each, "the rest"), each, mine) for each, mine in blocks.items()))
 
+    @staticmethod
+    def refuse_unsuited(configuration: Configuration, shapes: Mapping[str, Shape], roles: Mapping[str, Role]) -> None:
+        """Raise if a configuration would be asked for and then not be used by a single parameter."""
+        name = configuration.mechanism_name
+        if configuration.otherwise is None and not any(
+            configuration.mechanism.suits(shape, roles[key]) for key, shape in shapes.items()
+        ):
+            found = ", ".join(sorted({roles[key].value for key in shapes}))
+            raise PlanError(
+                f"{name} suits none of the {len(shapes)} parameters (roles: {found}), so all of them would be "
+                f"{configuration.mechanism.fallback}. Ask for that, or say what they are to have, "
+                f"such as '{configuration} else adamw-8'."
+            )
+
     def block_of(self, parameter: str) -> Block:
         return self._block_of[parameter]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration, parse
-from baoc.core.mechanisms import known_settings
+from baoc.core.mechanisms import MECHANISMS, known_settings
 from baoc.core.plan import Plan, PlanError
 from baoc.core.roles import Role, role_of, roles_of
 from baoc.core.spec import DEFAULT_BETAS, Hyper, Shape, real_shape
@@ -95,6 +95,11 @@ class BlockOptimizer(torch.optim.Optimizer):
             self._refuse_two_answers()
             plan.check(self._shapes())
             self._plan = plan
+        else:
+            shapes = self._shapes()
+            Plan.refuse_unsuited(self._default, shapes, self._roles_of(shapes))
+        if plan is not None:
+            self._refuse_idle(settings)
 
     # ---- the torch.optim.Optimizer contract ----
 
@@ -241,7 +246,10 @@ class BlockOptimizer(torch.optim.Optimizer):
         4608
         """
         shapes = self._shapes()
-        plan = plan if isinstance(plan, Plan) else Plan.uniform(plan, shapes, self._roles_of(shapes))
+        if not isinstance(plan, Plan):
+            roles = self._roles_of(shapes)
+            Plan.refuse_unsuited(parse(plan), shapes, roles)
+            plan = Plan.uniform(plan, shapes, roles)
         plan.check(shapes)
         if inherit:
             self._migrate(plan)
@@ -279,6 +287,18 @@ class BlockOptimizer(torch.optim.Optimizer):
                 for index, member in enumerate(members)
             ]
             self._plan = blocks.plan_of(assigned, plan.settings if len(moved) == len(members) else self._plan.settings)
+
+    def _refuse_idle(self, settings: Mapping[str, Any]) -> None:
+        """Whoever names a plan and a setting means the two to go together."""
+        used = {block.configuration.mechanism for block in self._plan.blocks}
+        for name in settings:
+            owners = [mechanism.name for mechanism in MECHANISMS.values() if name in known_settings(mechanism)]
+            if not any(name in known_settings(mechanism) for mechanism in used):
+                raise ValueError(
+                    f"{name}={settings[name]!r} would do nothing: it is a setting of {', '.join(owners)}, and the plan "
+                    f"has {', '.join(sorted(mechanism.name for mechanism in used))}. Leave it out, or ask for one of "
+                    "those."
+                )
 
     def _refuse_two_answers(self) -> None:
         given = {member.name: member.configuration for member in self.members()}

@@ -96,6 +96,10 @@ class Format(ABC):
         return self
 
     @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    @property
     def held_shape(self) -> Shape:
         """Of the rows that are held here."""
         return self.shape if self.rows is None or not self.shape else (self.rows, *self.shape[1:])

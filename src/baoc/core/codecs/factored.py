@@ -1,4 +1,7 @@
-"""Adafactor's rank-1 format: the means of a non-negative slot over its last dim and over its second-to-last one.
+"""Adafactor's rank-1 format: the means of a non-negative slot over the columns and over the rows of its matrices.
+
+A convolution's kernels are flattened, so that its factors are small: one number for each output, and one for each
+weight of an output. ``torch.optim.Adafactor`` takes the last two dims instead; a slot that must equal it says so.
 
 The means are linear in the slot, so blending them is the same as blending the slot and taking the means again: this
 format advances by itself and never builds the full tensor.
@@ -15,6 +18,7 @@ from torch import Tensor
 from baoc.core.codecs.base import Codec, Format, Held, SummedFormat, joined
 from baoc.core.codecs.dense import BF16, FP32, BF16Format, FP32Format
 from baoc.core.codecs.int8 import Int8, Int8Format, fits
+from baoc.core.roles import matrix_shape
 from baoc.core.rounding import Rounding
 from baoc.core.spec import SMALL_NUMEL, Buffer, Scalar, Shape, Slot
 
@@ -22,14 +26,17 @@ from baoc.core.spec import SMALL_NUMEL, Buffer, Scalar, Shape, Slot
 @dataclass(frozen=True)
 class FactoredFormat(SummedFormat):
     inner: type[Format] = FP32Format  # how the two factors are stored
+    matrix: Shape = field(init=False, repr=False, compare=False)
+    """The parameter's shape as factors see it: ``(*stacks, rows, cols)``, with its own dim 0."""
     row: Format = field(init=False, repr=False, compare=False)
     col: Format = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        is_matrix = len(self.shape) == 2  # then every shard needs all columns
-        cols = self._factor(self.shape[:-2] + self.shape[-1:], None if is_matrix else self.rows)
-        object.__setattr__(self, "row", self._factor(self.shape[:-1], self.rows))
-        object.__setattr__(self, "col", cols)
+        matrix = self.shape if self.slot.torch_dims else matrix_shape(self.shape)
+        cols = self._factor(matrix[:-2] + matrix[-1:], None if len(matrix) == 2 else self.rows)
+        object.__setattr__(self, "matrix", matrix)
+        object.__setattr__(self, "row", self._factor(matrix[:-1], self.rows))
+        object.__setattr__(self, "col", cols)  # of one matrix, every shard needs all columns
         super().__post_init__()
 
     def _factor(self, shape: Shape, rows: int | None) -> Format:
@@ -55,11 +62,12 @@ class FactoredFormat(SummedFormat):
         col = self.col.decode(_part(held, "col", self.col), cols)  # (rows, *batch, C) or (C,)
         # Both factors have the same grand mean; the column's is the one that every shard on dim 0 knows.
         col = col / col.mean(-1, keepdim=True).clamp(min=mean_floor)
-        return row.unsqueeze(-1) * col.unsqueeze(-2)
+        return unflattened(row.unsqueeze(-1) * col.unsqueeze(-2), self.matrix, self.shape)
 
     def absorb(
         self, held: Held, rows: slice, x: Tensor, keep: Scalar, add: Scalar, rounding: Rounding, partial: Tensor | None
     ) -> Tensor | None:
+        x = flattened(x, self.matrix, self.shape)
         _blend(self.row, _part(held, "row", self.row), rows, x.mean(-1), keep, add, rounding)
         if x.dim() > 2:  # dim 0 is a batch dim: its rows have columns of their own
             _blend(self.col, _part(held, "col", self.col), rows, x.mean(-2), keep, add, rounding)
@@ -80,7 +88,18 @@ class FactoredFormat(SummedFormat):
         return next((problem for problem in problems if problem), None)
 
     def graph_key(self) -> Hashable:
-        return type(self), self.row.graph_key(), self.col.graph_key(), self.rows is None or self
+        seen = self.matrix == self.shape or self.shape[1:]
+        return type(self), self.row.graph_key(), self.col.graph_key(), seen, self.rows is None or self
+
+
+def flattened(x: Tensor, matrix: Shape, shape: Shape) -> Tensor:
+    """Rows of a parameter as rows of its matrices. One that is such already is left alone: a graph fits all shapes."""
+    return x if matrix == shape else x.reshape(-1, *matrix[1:])
+
+
+def unflattened(x: Tensor, matrix: Shape, shape: Shape) -> Tensor:
+    """And back."""
+    return x if matrix == shape else x.reshape(-1, *shape[1:])
 
 
 def _part(held: Held, name: str, factor: Format) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.update import Update, row_tiles
 
 BATCH_NUMEL = 1 << 24
-"""64 MiB of fp32 directions at once, or one parameter's."""
+"""64 MiB of fp32 at once for a batch of matrices and all that is made of them on the way, or one parameter's."""
 
 
 def run_matrices(jobs: Iterable[Job], tile_numel: int) -> None:
@@ -25,9 +25,11 @@ def run_matrices(jobs: Iterable[Job], tile_numel: int) -> None:
         shapes = [each.shape for each in directions]
         del directions
         finished = torch.split(batch[0].layout.mechanism.finish(stacked, batch[0].scalars), counts)
+        del stacked
         for job, update, whole, shape in zip(batch, updates, finished, shapes):
-            direction = job.place.scatter(whole.reshape(shape))
-            for rows in row_tiles(job.param.shape, tile_numel):
+            tiles = row_tiles(job.param.shape, tile_numel)
+            direction = update.adapt(job.place.scatter(whole.reshape(shape)), tiles)
+            for rows in tiles:
                 update.move(rows, direction[rows], job.scalars["step"])
 
 
@@ -41,11 +43,16 @@ def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
     for group in alike.values():
         batch: list[Job] = []
         for job in group:
-            if batch and sum(each.place.numel(each.param) for each in (*batch, job)) > BATCH_NUMEL:
+            if batch and sum(map(_workspace, (*batch, job))) > BATCH_NUMEL:
                 yield batch
                 batch = []
             batch.append(job)
         yield batch
+
+
+def _workspace(job: Job) -> int:
+    matrices, rows, cols = as_matrices(job.layout.shape)
+    return matrices * job.layout.mechanism.workspace(rows, cols)
 
 
 def _direction(job: Job, update: Update, tile_numel: int) -> Tensor:

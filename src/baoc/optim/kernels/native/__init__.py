@@ -182,7 +182,8 @@ def _form(layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtyp
     assert not isinstance(library, str)
     places, types = _places(), {name: index + 1 for index, name in enumerate(library.TYPES)}
     words = [0] * len(places)
-    for name, value in _geometry(shape).items():
+    matrix = next((stored.matrix for stored in layout.formats if isinstance(stored, FactoredFormat)), shape)
+    for name, value in _geometry(matrix).items():
         words[places[name]] = value
     words[places["mechanism"]] = library.MECHANISMS.index(mechanism)
     words[places["param.type"]], words[places["grad.type"]] = types[_DTYPES[param_dtype]], types[_DTYPES[grad_dtype]]

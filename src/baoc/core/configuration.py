@@ -57,13 +57,13 @@ class Layout:
     mechanism: Mechanism = field(init=False)
     reach: Reach = field(init=False)
     shares: bool = field(init=False)
-    """One element's gradient has a part in what happens to others."""
+    """One element's gradient has a part in what happens to others, or would not show what it was."""
     nbytes: int = field(init=False)
     age_keys: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:  # not when first asked: torch.compile cannot trace that
         mechanism = self.configuration.mechanism
-        shares = mechanism.reach > Reach.ROWS or any(each.shares for each in self.formats)
+        shares = mechanism.hides_spikes or mechanism.reach > Reach.ROWS or any(each.shares for each in self.formats)
         object.__setattr__(self, "mechanism", mechanism)
         object.__setattr__(self, "reach", max([mechanism.reach, *(each.reach for each in self.formats)]))
         object.__setattr__(self, "shares", shares)

@@ -76,6 +76,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._plan_given = plan is not None
         self._default = parse(DEFAULT_CONFIGURATION if plan is None or isinstance(plan, Plan) else plan)
         self._plan = Plan(())
+        self._has_stepped = False
         self._devices_reported: set[str] = set()
         self._roster: Roster | None = None
         self._complete: Roster | None = None  # the roster all of whose members have state
@@ -167,6 +168,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             kernel.run(jobs[device])
         for device in kernel_of:
             advance_ages(jobs[device])
+        self._has_stepped |= bool(stepping)
         self._after_update()
         return loss
 
@@ -205,7 +207,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_kernel_request", "_plan_given", "_default", "_plan", "_roles")
+        own = ("_kernel_request", "_plan_given", "_default", "_plan", "_roles", "_has_stepped")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -261,7 +263,9 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     def _migrate(self, plan: Plan) -> None:
         members = self.members()
-        holdings = [migrate.holding_of(member, self.state.get(member.param, {})) for member in members]
+        holdings = [
+            migrate.holding_of(member, self.state.get(member.param, {}), self._has_stepped) for member in members
+        ]
         moves = [
             migrate.Move(holding, plan.block_of(member.name), member.lr_scale)
             for holding, member in zip(holdings, members)
@@ -276,11 +280,11 @@ class BlockOptimizer(torch.optim.Optimizer):
             for index in in_order:
                 move = left.pop(index)
                 moved[index] = migrate.convert(move.holding, move.layout)
-                if move.holding.state:
+                if move.holding.state or moved[index]:
                     self.state[members[index].param] = moved[index]
         finally:  # wherever it was interrupted: what has its new state is in its new block, the rest where it was
             for index, state in moved.items():
-                if self.state.get(members[index].param):
+                if state or self.state.get(members[index].param):
                     self.state[members[index].param] = state
             assigned = [
                 (member.name, member.shape, new_blocks[index] if index in moved else member.block)

@@ -1,4 +1,4 @@
-"""Four bits per element of a signed slot: two codes per byte, one bf16 scale per group of 64.
+"""Four bits per element of a signed slot: two codes per byte, one fp32 scale per group of 64.
 
 Codes are linear and dithered, as those of a momentum may be: what matters of it are its large elements. Byte ``j`` of a
 group holds its elements ``j`` and ``j + 32``, so that either half of the bytes' bits is a run of elements. The last
@@ -24,10 +24,6 @@ GROUP = 64
 HALF = GROUP // 2
 TOP = 7
 _ZERO = 8  # what is added to a code in [-7, 7] to make it a nibble
-TOP_LEVEL = 6.96875
-"""From here on a level is the top code. A group's largest element, which its scale was rounded for, must be: else its
-scale would change when nothing else does."""
-
 SMALLEST_SCALE = 2.0**-100
 """Below it, codes per unit would overflow."""
 
@@ -42,25 +38,24 @@ class Int4Format(Format):
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         rows, groups = self.held_shape[0], -(-self.row // GROUP)
-        return Buffer("codes", (rows, groups * HALF), torch.uint8), Buffer("scales", (rows, groups), torch.bfloat16)
+        return Buffer("codes", (rows, groups * HALF), torch.uint8), Buffer("scales", (rows, groups), torch.float32)
 
     def decode(self, held: Held, rows: slice) -> Tensor:
         packed = held["codes"][rows]
         height = packed.shape[0]
         halves = packed.view(height, -1, 1, HALF)  # (rows, groups, 1, HALF)
         codes = torch.cat((halves & 15, halves >> 4), 2).flatten(2).float() - _ZERO  # (rows, groups, GROUP)
-        value = codes * held["scales"][rows].float().unsqueeze(-1)
+        value = codes * (1.0 / TOP) * held["scales"][rows].unsqueeze(-1)  # in this order the top code is the scale
         return value.flatten(1)[:, : self.row].view(height, *self.shape[1:])
 
     def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
         x = self._grouped(value)  # (rows, groups, GROUP)
         noise = self._grouped(rounding.noise(rows.start, tuple(value.shape), value.device))
         top = x.abs().amax(-1, keepdim=True)
-        scales = ((top * (1.0 / TOP)).clamp(min=SMALLEST_SCALE) * (top > 0)).bfloat16()
-        level = x.abs() * (1.0 / scales.float().clamp(min=SMALLEST_SCALE))
+        scales = top.clamp(min=SMALLEST_SCALE) * (top > 0)
+        level = x.abs() * (TOP / scales.clamp(min=SMALLEST_SCALE))
         code = level.floor()
         code = code + ((level - code) * NOISE_ONE + noise >= NOISE_ONE)
-        code = torch.where(level >= TOP_LEVEL, float(TOP), code)
         nibbles = (torch.where(x < 0, -code, code) + _ZERO).to(torch.uint8).unflatten(-1, (2, HALF))
         low, high = nibbles.unbind(-2)  # (rows, groups, HALF)
         held["codes"][rows].copy_((low | high << 4).flatten(1))
@@ -70,7 +65,7 @@ class Int4Format(Format):
         return F.pad(x.flatten(1), (0, -self.row % GROUP)).view(x.shape[0], -1, GROUP)
 
     def problem(self, held: Held) -> str | None:
-        scales = held["scales"].float()
+        scales = held["scales"]
         return None if bool((scales.isfinite() & (scales >= 0)).all()) else "scales that are not finite numbers >= 0"
 
     def graph_key(self) -> Hashable:

@@ -41,6 +41,8 @@ class Mechanism(ABC):
     momentum: ClassVar[bool] = False
     decoupled: ClassVar[bool] = False
     reach: ClassVar[Reach] = Reach.ROWS
+    hides_spikes: ClassVar[bool] = False
+    """A gradient that is no number would not show in the direction, and stay in the state."""
     norms: ClassVar[tuple[Literal["row", "col"], ...]] = ()
     """``SUMS``: lines of every matrix of the direction, one kind after the other, that are brought to an RMS of one."""
     settings: ClassVar[tuple[Setting, ...]] = ()
@@ -99,6 +101,13 @@ class Mechanism(ABC):
 
     def inferred_age(self, slot: str, ages: Mapping[str, int], hyper: Hyper) -> int:
         """The age that goes with :meth:`infer`: how many steps of evidence the inferred value stands for."""
+        return 0
+
+    def late_age(self, slot: str, rms: float, hyper: Hyper) -> int:
+        """The age of an empty slot that starts in the middle of training, after updates of this RMS without state.
+
+        Where the average of one gradient makes a longer update than that of many, a few zeros before it help.
+        """
         return 0
 
     def expected_direction(self, means: Mapping[str, Tensor], ages: Mapping[str, int], hyper: Hyper) -> Tensor | None:

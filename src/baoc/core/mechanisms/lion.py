@@ -18,6 +18,7 @@ class Lion(Normalised):
     name = "lion"
     slots = (MOMENTUM,)
     settings = (UPDATE_RMS, MEMORY)
+    hides_spikes = True
 
     def scalars(self, hyper: Hyper, ages: Mapping[str, int]) -> dict[str, float]:
         keep, ahead = MEMORY.of(hyper), hyper.beta1

@@ -21,7 +21,7 @@ POLAR_EXPRESS: Coefficients = (
 MUON: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 """Of ``torch.optim.Muon``: singular values end between 0.7 and 1.2."""
 
-_SMALLEST_NORM = 1e-30
+_SMALLEST_NORM = torch.finfo(torch.float32).tiny
 
 
 def orthogonalised(stacked: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
@@ -35,7 +35,8 @@ def orthogonalised(stacked: Tensor, coefficients: Sequence[tuple[float, float, f
     """
     is_tall = stacked.shape[-2] > stacked.shape[-1]
     x = stacked.mT.contiguous() if is_tall else stacked
-    x.div_(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_(min=_SMALLEST_NORM))
+    for order in (torch.inf, 2):  # first the largest element: squares of tiny gradients would vanish
+        x.div_(torch.linalg.vector_norm(x, order, dim=(-2, -1), keepdim=True).clamp_(min=_SMALLEST_NORM))
     other = torch.empty_like(x)
     gram = x.new_empty(x.shape[0], x.shape[1], x.shape[1])  # (batch, side, side), of the shorter side
     polynomial = torch.empty_like(gram)

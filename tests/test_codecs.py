@@ -104,11 +104,40 @@ def test_a_mask_bounds_the_rounding(codec, slot):
 
 def test_int8_groups_never_cross_rows():
     codec, buffers = allocate(CODECS["int8"], SLOTS["m"], (64, 300))
-    assert tuple(buffers["scales"].shape) == (64, 2)
+    assert tuple(buffers["exponents"].shape) == (64, 2)
     value = torch.ones(64, 300)
-    value[0] = 1e6
+    value[0] = 2.0**20
     codec.encode(buffers, slice(0, 64), value, NEAREST)
-    torch.testing.assert_close(codec.decode(buffers, slice(0, 64)), value)
+    assert torch.equal(codec.decode(buffers, slice(0, 64)), value)
+
+
+@pytest.mark.parametrize("slot", SLOTS.values(), ids=SLOTS)
+def test_int8_keeps_what_rounds_into_another_octave(slot):
+    """The largest number of a group, just below and just above a power of two, and all its neighbours."""
+    codec, buffers = allocate(CODECS["int8"], slot, (64, 256))
+    near = torch.linspace(0.9, 1.1, 64).view(-1, 1) * torch.logspace(-30, 0, 256, base=2.0)
+    rows = slice(0, 64)
+    for age in range(20):
+        codec.encode(buffers, rows, near, Rounding(rounding_phase(age, 0)))
+        before = {name: tensor.clone() for name, tensor in buffers.items()}
+        decoded = codec.decode(buffers, rows).clone()
+        assert ((decoded - near).abs().amax(-1) <= 0.13 * near.amax(-1)).all()
+        for again in (NEAREST, Rounding(rounding_phase(age + 1, 1))):
+            codec.encode(buffers, rows, decoded, again)
+            assert all(torch.equal(buffers[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("slot", SLOTS.values(), ids=SLOTS)
+def test_int8_has_a_code_for_anything(slot):
+    codec, buffers = allocate(CODECS["int8"], slot, (16, 256))
+    largest = torch.finfo(torch.float32).max
+    value = torch.tensor([0.0, 1e-45, 1e-38, 1e-30, 1.0, 1e30, largest, math.inf]).repeat(16, 32)
+    for age in range(5):
+        codec.encode(buffers, slice(0, 16), value, Rounding(rounding_phase(age, 0)))
+        decoded = codec.decode(buffers, slice(0, 16))
+        assert codec.problem(buffers) is None and decoded.isfinite().all()
+        assert (decoded[:, 6::8] >= 0.9 * largest).all() and (decoded[:, ::8] == 0).all()
+        assert slot.signed or (decoded[:, 1::8] > 0).all()
 
 
 @by_codec_and_slot

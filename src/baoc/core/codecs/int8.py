@@ -1,8 +1,11 @@
-"""Eight bits per element with one fp32 scale per group of up to 256 elements.
+"""Eight bits per element: a small float, with one exponent byte per group of up to 256 elements.
 
-Codes are companded: ``|m| / scale`` is stored as its square root and ``v / scale`` as its fourth root, so relative
-precision is kept over 4 (m) and 9 (v) decimal orders and decoding is two multiplications, with no table. Codes are
-dithered in the value domain. The choice is by measurement: see ``docs/results/int8_formats.md``.
+A code is the upper bits of an fp32 number, counted from the exponent of its group. ``v`` has 3 mantissa bits over 32
+octaves below the group's largest number. ``m`` has a sign and 4 mantissa bits over 7 octaves, and below them, as
+subnormal numbers have, equal steps down to zero. Adding noise to the bits that are dropped is dithering in the value
+domain, within an octave and across its edge: neither way takes a root, a division or a table. A group's exponent is
+that of its largest number *once rounded*, so a carry into the next octave is kept, and what was stored is stored alike
+again. The choice is by measurement: see ``docs/results/int8_formats.md``.
 
 Groups run along the flattened trailing dims of each dim-0 row and never cross rows: a shard on dim 0 holds whole
 groups, so a plan means the same on one process and on many.
@@ -20,37 +23,24 @@ from torch import Tensor
 
 from baoc.core.codecs.base import Codec, Format, Held
 from baoc.core.codecs.dense import BF16Format, FP32Format
-from baoc.core.rounding import NOISE_ONE, Rounding
+from baoc.core.rounding import Rounding
 from baoc.core.spec import SMALL_NUMEL, Buffer, Shape, Slot
 
 GROUP = 256
 MIN_ROW = 8
-"""Rows shorter than this (vectors too: their rows are single elements) would pay more for scales than for codes."""
+"""Rows shorter than this (vectors too: their rows are single elements) have too little in common to share numbers."""
 
-SMALLEST_SCALE = 2.0**-96
-"""Below it the number of levels per unit would overflow."""
+LEAST_EXPONENT, MOST_EXPONENT = 32, 254
+"""Of a group, biased as fp32's are: below, the smallest code of v would not be a normal number. Their distance from the
+least is stored, so a group of zeros has a zero there too."""
 
-
-@dataclass(frozen=True)
-class _Companding:
-    """A code is the root of a *level*, and a value is a level in units of ``scale / levels``."""
-
-    top: int
-    power: int  # 2 or 4
-
-    @property
-    def levels(self) -> float:
-        return float(self.top**self.power)
-
-    def raised(self, root: Tensor) -> Tensor:
-        return root * root.abs() if self.power == 2 else (root * root).square()
-
-    def root(self, level: Tensor) -> Tensor:
-        return level.sqrt() if self.power == 2 else level.sqrt().sqrt()
-
-
-_SIGNED = _Companding(127, 2)
-_UNSIGNED = _Companding(255, 4)
+_MANTISSA = 23  # bits of fp32
+_NOISE = 16  # bits
+_SIGNED_STEP, _UNSIGNED_STEP = _MANTISSA - 4, _MANTISSA - 3
+"""Bits of fp32 that are dropped: codes stand for multiples of ``1 << step`` among fp32's bits."""
+_LINEAR_OCTAVE = 7
+"""So far below a group's exponent stands the code 0 of m, if it were the power of two that its bits say."""
+_LARGEST = {True: 127, False: 255}
 
 
 @dataclass(frozen=True)
@@ -63,43 +53,61 @@ class Int8Format(Format):
         groups = -(-math.prod(shape[1:]) // GROUP)
         return (
             Buffer("codes", shape, torch.int8 if self.slot.signed else torch.uint8),
-            Buffer("scales", (shape[0], groups), torch.float32),
+            Buffer("exponents", (shape[0], groups), torch.uint8),
         )
-
-    @property
-    def _companding(self) -> _Companding:
-        return _SIGNED if self.slot.signed else _UNSIGNED
 
     def decode(self, held: Held, rows: slice) -> Tensor:
         codes = held["codes"][rows]
-        scales = held["scales"][rows].unsqueeze(-1)  # (rows, groups, 1)
-        unit = to_groups(codes.float()) * (1.0 / self._companding.top)  # (rows, groups, width), in [-1, 1]
-        return from_groups(self._companding.raised(unit) * scales, codes.shape)
+        grouped = to_groups(codes.int())  # (rows, groups, width)
+        exponents = held["exponents"][rows].int().unsqueeze(-1) + LEAST_EXPONENT  # (rows, groups, 1)
+        if not self.slot.signed:
+            bits = (grouped << _UNSIGNED_STEP) + _unsigned_base(exponents)
+            return from_groups(torch.where(grouped > 0, bits.view(torch.float32), 0.0), codes.shape)
+        base = _signed_base(exponents)
+        number = ((grouped.abs() << _SIGNED_STEP) + base).view(torch.float32)
+        size = torch.minimum(number, 2 * (number - base.view(torch.float32)))
+        return from_groups(torch.where(grouped < 0, -size, size), codes.shape)
 
     def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
-        codes, companding = held["codes"][rows], self._companding
+        codes, signed = held["codes"][rows], self.slot.signed
+        step = _SIGNED_STEP if signed else _UNSIGNED_STEP
         grouped = to_groups(value)  # (rows, groups, width)
-        top = grouped.abs().amax(-1, keepdim=True)
-        scales = top.clamp(min=SMALLEST_SCALE) * (top > 0)
-        level = grouped.abs() * (companding.levels / scales.clamp(min=SMALLEST_SCALE))
-        below = companding.root(level).floor()
-        low, high = companding.raised(below), companding.raised(below + 1)
-        noise = to_groups(rounding.noise(rows.start, tuple(value.shape), value.device))
-        threshold = (NOISE_ONE - noise) * (1.0 / NOISE_ONE)
-        code = below + (level - low >= threshold * (high - low))
-        if self.slot.signed:
+        noise = to_groups(rounding.noise(rows.start, tuple(value.shape), value.device)) << (step - _NOISE)
+        size = grouped.abs()
+        bits = size.view(torch.int32)
+        exponents = (bits + noise).amax(-1, keepdim=True) >> _MANTISSA
+        exponents = exponents.clamp(LEAST_EXPONENT, MOST_EXPONENT)
+        if signed:
+            base = _signed_base(exponents)
+            # half of it above half of where equal steps end: an octave lower than the bits of all that is not below
+            linear = (size * 0.5 + base.view(torch.float32)).view(torch.int32)
+            code = (torch.maximum(bits, linear) + noise - base) >> step
+        else:
+            code = (bits + noise - _unsigned_base(exponents)) >> step
+        code = code.clamp(max=_LARGEST[signed])
+        if signed:
             code = torch.where(grouped < 0, -code, code)
         else:  # v must never become zero under a momentum that is not: its smallest code is above zero
-            code = torch.where(grouped > 0, code.clamp(min=1), code)
+            code = torch.where(grouped > 0, code.clamp(min=1), 0)
         codes.copy_(from_groups(code, codes.shape))
-        held["scales"][rows].copy_(scales.squeeze(-1))
+        held["exponents"][rows].copy_(exponents.squeeze(-1) - LEAST_EXPONENT)
 
     def problem(self, held: Held) -> str | None:
-        scales = held["scales"]
-        return None if bool((scales.isfinite() & (scales >= 0)).all()) else "scales that are not finite numbers >= 0"
+        most = MOST_EXPONENT - LEAST_EXPONENT
+        return f"exponents above {most}" if bool((held["exponents"] > most).any()) else None
 
     def graph_key(self) -> Hashable:
         return type(self), self.slot.signed
+
+
+def _signed_base(exponents: Tensor) -> Tensor:
+    """The bits from which codes of m count. As a float, half of where equal steps end."""
+    return (exponents - _LINEAR_OCTAVE) << _MANTISSA
+
+
+def _unsigned_base(exponents: Tensor) -> Tensor:
+    """The bits from which codes of v count: those of its largest code end the octave of the group."""
+    return ((exponents + 1) << _MANTISSA) - (1 << 8 + _UNSIGNED_STEP)
 
 
 class Int8(Codec):

@@ -40,15 +40,16 @@ def test_encode_after_decode_changes_nothing(codec, slot, shape, age):
     codec.encode(buffers, rows, values(slot, shape), NEAREST)
     before = {name: tensor.clone() for name, tensor in buffers.items()}
     rounding = NEAREST if age is None else Rounding(rounding_phase(age, 0))
-    codec.encode(buffers, rows, codec.decode(buffers, rows).clone(), rounding)
+    decoded = codec.decode(buffers, rows).clone()
+    codec.encode(buffers, rows, decoded, rounding)
     for key, tensor in buffers.items():
         if codec.reach is Reach.ROWS:
             assert torch.equal(tensor, before[key]), key
         elif name == "factored":  # means of fp32 numbers are only right to their last bits
             torch.testing.assert_close(tensor, before[key], rtol=1e-6, atol=0)
-        else:  # and the means of two rounded factors differ by as much as one code
-            atol = 1 if tensor.dtype == torch.uint8 else 0
-            torch.testing.assert_close(tensor.float(), before[key].float(), rtol=2e-2, atol=atol)
+    if codec.reach is not Reach.ROWS and name != "factored":  # those of two rounded factors, to a code of each
+        lost = 1e-6 * float(decoded.max())  # what a factor cannot hold beside much larger ones
+        torch.testing.assert_close(codec.decode(buffers, rows), decoded, rtol=0.3, atol=lost)
 
 
 @by_codec_and_slot

@@ -36,11 +36,27 @@ least is stored, so a group of zeros has a zero there too."""
 
 _MANTISSA = 23  # bits of fp32
 _NOISE = 16  # bits
-_SIGNED_STEP, _UNSIGNED_STEP = _MANTISSA - 4, _MANTISSA - 3
-"""Bits of fp32 that are dropped: codes stand for multiples of ``1 << step`` among fp32's bits."""
-_LINEAR_OCTAVE = 7
-"""So far below a group's exponent stands the code 0 of m, if it were the power of two that its bits say."""
-_LARGEST = {True: 127, False: 255}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which fp32 numbers have codes: ``count`` of them, up to the end of the group's octave."""
+
+    mantissa: int  # bits that are kept
+    count: int
+
+    @property
+    def dropped(self) -> int:
+        """Bits of fp32 that are not kept."""
+        return _MANTISSA - self.mantissa
+
+    def base(self, exponents: Tensor) -> Tensor:
+        """The bits of fp32 from which codes count."""
+        return ((exponents + 1) << _MANTISSA) - (self.count << self.dropped)
+
+
+_SIGNED = Grid(mantissa=4, count=128)
+_UNSIGNED = Grid(mantissa=3, count=256)
 
 
 @dataclass(frozen=True)
@@ -56,36 +72,37 @@ class Int8Format(Format):
             Buffer("exponents", (shape[0], groups), torch.uint8),
         )
 
+    @property
+    def grid(self) -> Grid:
+        return _SIGNED if self.slot.signed else _UNSIGNED
+
     def decode(self, held: Held, rows: slice) -> Tensor:
         codes = held["codes"][rows]
         grouped = to_groups(codes.int())  # (rows, groups, width)
         exponents = held["exponents"][rows].int().unsqueeze(-1) + LEAST_EXPONENT  # (rows, groups, 1)
-        if not self.slot.signed:
-            bits = (grouped << _UNSIGNED_STEP) + _unsigned_base(exponents)
-            return from_groups(torch.where(grouped > 0, bits.view(torch.float32), 0.0), codes.shape)
-        base = _signed_base(exponents)
-        number = ((grouped.abs() << _SIGNED_STEP) + base).view(torch.float32)
-        size = torch.minimum(number, 2 * (number - base.view(torch.float32)))
-        return from_groups(torch.where(grouped < 0, -size, size), codes.shape)
+        base = self.grid.base(exponents)
+        number = ((grouped.abs() << self.grid.dropped) + base).view(torch.float32)
+        if self.slot.signed:
+            size = torch.minimum(number, 2 * (number - base.view(torch.float32)))  # see _with_equal_steps
+            value = torch.where(grouped < 0, -size, size)
+        else:
+            value = torch.where(grouped > 0, number, 0.0)
+        return from_groups(value, codes.shape)
 
     def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
-        codes, signed = held["codes"][rows], self.slot.signed
-        step = _SIGNED_STEP if signed else _UNSIGNED_STEP
+        codes, grid = held["codes"][rows], self.grid
         grouped = to_groups(value)  # (rows, groups, width)
-        noise = to_groups(rounding.noise(rows.start, tuple(value.shape), value.device)) << (step - _NOISE)
+        noise = to_groups(rounding.noise(rows.start, tuple(value.shape), value.device)) << (grid.dropped - _NOISE)
         size = grouped.abs()
         bits = size.view(torch.int32)
         exponents = (bits + noise).amax(-1, keepdim=True) >> _MANTISSA
         exponents = exponents.clamp(LEAST_EXPONENT, MOST_EXPONENT)
-        if signed:
-            base = _signed_base(exponents)
-            # half of it above half of where equal steps end: an octave lower than the bits of all that is not below
-            linear = (size * 0.5 + base.view(torch.float32)).view(torch.int32)
-            code = (torch.maximum(bits, linear) + noise - base) >> step
-        else:
-            code = (bits + noise - _unsigned_base(exponents)) >> step
-        code = code.clamp(max=_LARGEST[signed])
-        if signed:
+        base = grid.base(exponents)
+        if self.slot.signed:
+            bits = _with_equal_steps(size, bits, base)
+        code = (bits + noise - base) >> grid.dropped
+        code = code.clamp(max=grid.count - 1)
+        if self.slot.signed:
             code = torch.where(grouped < 0, -code, code)
         else:  # v must never become zero under a momentum that is not: its smallest code is above zero
             code = torch.where(grouped > 0, code.clamp(min=1), 0)
@@ -100,14 +117,13 @@ class Int8Format(Format):
         return type(self), self.slot.signed
 
 
-def _signed_base(exponents: Tensor) -> Tensor:
-    """The bits from which codes of m count. As a float, half of where equal steps end."""
-    return (exponents - _LINEAR_OCTAVE) << _MANTISSA
+def _with_equal_steps(size: Tensor, bits: Tensor, base: Tensor) -> Tensor:
+    """The bits of a size, but that the lowest octave of codes goes down to zero in equal steps.
 
-
-def _unsigned_base(exponents: Tensor) -> Tensor:
-    """The bits from which codes of v count: those of its largest code end the octave of the group."""
-    return ((exponents + 1) << _MANTISSA) - (1 << 8 + _UNSIGNED_STEP)
+    It begins at ``base``, read as a float, and would go up to twice that. ``x`` in there has the bits of ``base + x / 2``,
+    which are larger than those of ``x`` there and nowhere above: the larger ones are right everywhere.
+    """
+    return torch.maximum(bits, (size * 0.5 + base.view(torch.float32)).view(torch.int32))
 
 
 class Int8(Codec):

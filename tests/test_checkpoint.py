@@ -454,8 +454,8 @@ BAD_CHECKPOINTS = {
         lambda: edited(["param_groups", 0, "param_names"], ["gain", "first.weight", "first.bias"]),
     ),
     "exponents of no number": (
-        "'v' of parameter 'first.weight' has exponents above 222",
-        lambda: edited(["state", 1, "v.exponents"], torch.full((72, 1), 223, dtype=torch.uint8)),
+        "'v' of parameter 'first.weight' has exponents above 221",
+        lambda: edited(["state", 1, "v.exponents"], torch.full((72, 1), 222, dtype=torch.uint8)),
     ),
     "a negative second moment": (
         "'v' of parameter 'gain' has negative numbers",

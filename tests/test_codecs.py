@@ -137,7 +137,7 @@ def test_int8_has_a_code_for_anything(slot):
         codec.encode(buffers, slice(0, 16), value, Rounding(rounding_phase(age, 0)))
         decoded = codec.decode(buffers, slice(0, 16))
         assert codec.problem(buffers) is None and decoded.isfinite().all()
-        assert (decoded[:, 6::8] >= 0.9 * largest).all() and (decoded[:, ::8] == 0).all()
+        assert (decoded[:, 6::8] >= 0.4 * largest).all() and (decoded[:, ::8] == 0).all()
         assert slot.signed or (decoded[:, 1::8] > 0).all()
 
 

@@ -30,9 +30,9 @@ GROUP = 256
 MIN_ROW = 8
 """Rows shorter than this (vectors too: their rows are single elements) have too little in common to share numbers."""
 
-LEAST_EXPONENT, MOST_EXPONENT = 32, 254
-"""Of a group, biased as fp32's are: below, the smallest code of v would not be a normal number. Their distance from the
-least is stored, so a group of zeros has a zero there too."""
+LEAST_EXPONENT, MOST_EXPONENT = 32, 253
+"""Of a group, biased as fp32's are: the smallest code of v must be a normal number and the largest of m a finite one. The
+distance from the least is stored, so a group of zeros has a zero there too."""
 
 _MANTISSA = 23  # bits of fp32
 _NOISE = 16  # bits
@@ -101,11 +101,10 @@ class Int8Format(Format):
         if self.slot.signed:
             bits = _with_equal_steps(size, bits, base)
         code = (bits + noise - base) >> grid.dropped
-        code = code.clamp(max=grid.count - 1)
         if self.slot.signed:
-            code = torch.where(grouped < 0, -code, code)
+            code = torch.where(grouped < 0, -code, code).clamp(-128, 127)
         else:  # v must never become zero under a momentum that is not: its smallest code is above zero
-            code = torch.where(grouped > 0, code.clamp(min=1), 0)
+            code = torch.where(grouped > 0, code.clamp(1, 255), 0)
         codes.copy_(from_groups(code, codes.shape))
         held["exponents"][rows].copy_(exponents.squeeze(-1) - LEAST_EXPONENT)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 
 import baoc
 from baoc.core.codecs import Format, Held
-from baoc.core.codecs.int8 import Int8, Int8Format, from_groups, to_groups
+from baoc.core.codecs.int8 import GROUP, Grid, Int8, Int8Format, from_groups, to_groups
 from baoc.core.rounding import NOISE_ONE, Rounding
-from baoc.core.spec import FP32_TINY, Shape, Slot
+from baoc.core.spec import FP32_TINY, Buffer, Shape, Slot
 from experiments import corpus as corpora
 from experiments.tiny_gpt import test_loss, train
 
@@ -32,6 +33,8 @@ DECAY = 0.1
 ROUNDINGS = {"nearest": NOISE_ONE // 2, "down": 0, "up": NOISE_ONE - 1, "dithered": None}
 M_MAPS = ("linear", "companded", "logarithmic", "dynamic")
 V_MAPS = ("linear", "sqrt", "companded", "logarithmic", "dynamic")
+M_MANTISSAS = (3, 4, 5)
+V_MANTISSAS = (2, 3, 4)
 
 TRAINED = (
     "adamw[m=bf16,v=bf16]",
@@ -63,11 +66,20 @@ def curve(name: str, signed: bool) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MappedInt8Format(Int8Format):
-    """Int8 groups with any map and rounding. Slow: it searches a table."""
+class MappedInt8Format(Format):
+    """Int8 groups with an fp32 scale, any map and any rounding. Slow: it searches a table."""
 
     map_name: str = "linear"
     rounding_name: str = "nearest"
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        shape = self.held_shape
+        groups = -(-math.prod(shape[1:]) // GROUP)
+        return (
+            Buffer("codes", shape, torch.int8 if self.slot.signed else torch.uint8),
+            Buffer("scales", (shape[0], groups), torch.float32),
+        )
 
     @functools.cached_property
     def values(self) -> Tensor:
@@ -95,37 +107,53 @@ class MappedInt8Format(Int8Format):
         held["scales"][rows].copy_(scales.squeeze(-1))
 
 
-class MappedInt8(Int8):
-    """The codec of a map and a rounding, like ``companded-nearest``."""
+@dataclass(frozen=True)
+class FloatInt8Format(Int8Format):
+    """What ``int8`` is, with another number of mantissa bits."""
 
-    def __init__(self, map_name: str, rounding_name: str) -> None:
-        self.name = f"{map_name}-{rounding_name}"  # type: ignore[misc]
-        self._map_name, self._rounding_name = map_name, rounding_name
+    mantissa: int = 3
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.mantissa, super().grid.count)
+
+
+class TriedInt8(Int8):
+    """A codec that stores what int8 would in another format."""
+
+    def __init__(self, name: str, make: Callable[[Slot, Shape, int | None], Format]) -> None:
+        self.name = name  # type: ignore[misc]
+        self._make = make
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, MappedInt8) and self.name == other.name
+        return isinstance(other, TriedInt8) and self.name == other.name
 
     def __hash__(self) -> int:
         return hash(self.name)
 
     def at(self, shape: Shape, slot: Slot, rows: int | None = None) -> Format:
         stored = super().at(shape, slot, rows)
-        if type(stored) is not Int8Format:
-            return stored
-        return MappedInt8Format(slot, shape, rows, self._map_name, self._rounding_name)
+        return self._make(slot, shape, rows) if type(stored) is Int8Format else stored
 
 
 def register_formats() -> None:
-    """Make every map with every rounding a codec."""
+    """Make every map with every rounding a codec, like ``companded-nearest``, and floats, like ``float4``."""
     for name in V_MAPS:
         for rounding in ROUNDINGS:
-            baoc.register_codec(MappedInt8(name, rounding))
+            make = functools.partial(MappedInt8Format, map_name=name, rounding_name=rounding)
+            baoc.register_codec(TriedInt8(f"{name}-{rounding}", make))
+    for mantissa in {*M_MANTISSAS, *V_MANTISSAS}:
+        make = functools.partial(FloatInt8Format, mantissa=mantissa)
+        baoc.register_codec(TriedInt8(f"float{mantissa}", make))
 
 
 def fidelity(corpus: corpora.Corpus, seeds: Iterable[int], steps: int, lr: float) -> dict[str, list[float]]:
     """Relative error of each format's update against exact AdamW's, over the second half of fp32 runs; one per seed."""
     kinds = [baoc.parse(f"adamw[m={name}-{r},v=fp32]") for name in M_MAPS for r in ("nearest", "down", "dithered")]
+    kinds += [baoc.parse(f"adamw[m=float{mantissa},v=fp32]") for mantissa in M_MANTISSAS]
     kinds += [baoc.parse(f"adamw[m=fp32,v={name}-{r}]") for name in V_MAPS for r in ("nearest", "up", "dithered")]
+    kinds += [baoc.parse(f"adamw[m=fp32,v=float{mantissa}]") for mantissa in V_MANTISSAS]
+    kinds += [baoc.parse("adamw[m=companded-dithered,v=companded-dithered]")]
     kinds += [baoc.parse(name) for name in ("adamw-16", "adamw-8", "adamw[m=int8,v=factored]")]
     errors: dict[str, list[float]] = {str(kind): [] for kind in kinds}
     for seed in seeds:

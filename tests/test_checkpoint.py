@@ -87,7 +87,7 @@ def test_loading_does_not_write_to_the_state_dict(configuration):
     assert_same(saved, optimizer.state_dict())
 
 
-def test_codes_and_scales_keep_their_dtype_under_bf16_parameters():
+def test_codes_and_exponents_keep_their_dtype_under_bf16_parameters():
     model, optimizer = trained("adamw-8", torch.bfloat16)
     twin, loaded = by_state_dict(model, optimizer)
     held = {
@@ -95,9 +95,9 @@ def test_codes_and_scales_keep_their_dtype_under_bf16_parameters():
     }
     assert held == {
         "m.codes": torch.int8,
-        "m.scales": torch.float32,
+        "m.exponents": torch.uint8,
         "v.codes": torch.uint8,
-        "v.scales": torch.float32,
+        "v.exponents": torch.uint8,
     }
 
 
@@ -435,7 +435,7 @@ BAD_CHECKPOINTS = {
     ),
     "another order": ("another order", lambda: saved_by(reversed(list(Net().named_parameters())))),
     "codes as floats": ("'first.weight'.*torch.int8", lambda: edited(["state", 1, "m.codes"], torch.zeros(72, 64))),
-    "no scales": ("'first.weight'.*'m.scales'.*nothing", lambda: edited(["state", 1, "m.scales"], None)),
+    "no exponents": ("'first.weight'.*'m.exponents'.*nothing", lambda: edited(["state", 1, "m.exponents"], None)),
     "no ages": ("'first.weight'.*'m.age'", lambda: edited(["state", 1, "m.age"], None)),
     "a foreign state": ("'step', 'square_avg'", lambda: torch_state(torch.optim.RMSprop)),
     "a bad lr": ("invalid lr: nan", lambda: edited(["param_groups", 0, "lr"], math.nan)),
@@ -453,13 +453,9 @@ BAD_CHECKPOINTS = {
         "4 parameters and 3 names",
         lambda: edited(["param_groups", 0, "param_names"], ["gain", "first.weight", "first.bias"]),
     ),
-    "scales that are no numbers": (
-        "'m' of parameter 'first.weight' has scales that are not finite",
-        lambda: edited(["state", 1, "m.scales"], torch.full((72, 1), math.nan)),
-    ),
-    "negative scales": (
-        "'v' of parameter 'first.weight' has scales that are not finite",
-        lambda: edited(["state", 1, "v.scales"], torch.full((72, 1), -1.0)),
+    "exponents of no number": (
+        "'v' of parameter 'first.weight' has exponents above 221",
+        lambda: edited(["state", 1, "v.exponents"], torch.full((72, 1), 222, dtype=torch.uint8)),
     ),
     "a negative second moment": (
         "'v' of parameter 'gain' has negative numbers",

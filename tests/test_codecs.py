@@ -40,15 +40,16 @@ def test_encode_after_decode_changes_nothing(codec, slot, shape, age):
     codec.encode(buffers, rows, values(slot, shape), NEAREST)
     before = {name: tensor.clone() for name, tensor in buffers.items()}
     rounding = NEAREST if age is None else Rounding(rounding_phase(age, 0))
-    codec.encode(buffers, rows, codec.decode(buffers, rows).clone(), rounding)
+    decoded = codec.decode(buffers, rows).clone()
+    codec.encode(buffers, rows, decoded, rounding)
     for key, tensor in buffers.items():
         if codec.reach is Reach.ROWS:
             assert torch.equal(tensor, before[key]), key
         elif name == "factored":  # means of fp32 numbers are only right to their last bits
             torch.testing.assert_close(tensor, before[key], rtol=1e-6, atol=0)
-        else:  # and the means of two rounded factors differ by as much as one code
-            atol = 1 if tensor.dtype == torch.uint8 else 0
-            torch.testing.assert_close(tensor.float(), before[key].float(), rtol=2e-2, atol=atol)
+    if codec.reach is not Reach.ROWS and name != "factored":  # those of two rounded factors, to a code of each
+        lost = 1e-6 * float(decoded.max())  # what a factor cannot hold beside much larger ones
+        torch.testing.assert_close(codec.decode(buffers, rows), decoded, rtol=0.3, atol=lost)
 
 
 @by_codec_and_slot
@@ -105,11 +106,40 @@ def test_a_mask_bounds_the_rounding(codec, slot):
 
 def test_int8_groups_never_cross_rows():
     codec, buffers = allocate(CODECS["int8"], SLOTS["m"], (64, 300))
-    assert tuple(buffers["scales"].shape) == (64, 2)
+    assert tuple(buffers["exponents"].shape) == (64, 2)
     value = torch.ones(64, 300)
-    value[0] = 1e6
+    value[0] = 2.0**20
     codec.encode(buffers, slice(0, 64), value, NEAREST)
-    torch.testing.assert_close(codec.decode(buffers, slice(0, 64)), value)
+    assert torch.equal(codec.decode(buffers, slice(0, 64)), value)
+
+
+@pytest.mark.parametrize("slot", SLOTS.values(), ids=SLOTS)
+def test_int8_keeps_what_rounds_into_another_octave(slot):
+    """The largest number of a group, just below and just above a power of two, and all its neighbours."""
+    codec, buffers = allocate(CODECS["int8"], slot, (64, 256))
+    near = torch.linspace(0.9, 1.1, 64).view(-1, 1) * torch.logspace(-30, 0, 256, base=2.0)
+    rows = slice(0, 64)
+    for age in range(20):
+        codec.encode(buffers, rows, near, Rounding(rounding_phase(age, 0)))
+        before = {name: tensor.clone() for name, tensor in buffers.items()}
+        decoded = codec.decode(buffers, rows).clone()
+        assert ((decoded - near).abs().amax(-1) <= 0.13 * near.amax(-1)).all()
+        for again in (NEAREST, Rounding(rounding_phase(age + 1, 1))):
+            codec.encode(buffers, rows, decoded, again)
+            assert all(torch.equal(buffers[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("slot", SLOTS.values(), ids=SLOTS)
+def test_int8_has_a_code_for_anything(slot):
+    codec, buffers = allocate(CODECS["int8"], slot, (16, 256))
+    largest = torch.finfo(torch.float32).max
+    value = torch.tensor([0.0, 1e-45, 1e-38, 1e-30, 1.0, 1e30, largest, math.inf]).repeat(16, 32)
+    for age in range(5):
+        codec.encode(buffers, slice(0, 16), value, Rounding(rounding_phase(age, 0)))
+        decoded = codec.decode(buffers, slice(0, 16))
+        assert codec.problem(buffers) is None and decoded.isfinite().all()
+        assert (decoded[:, 6::8] >= 0.4 * largest).all() and (decoded[:, ::8] == 0).all()
+        assert slot.signed or (decoded[:, 1::8] > 0).all()
 
 
 @by_codec_and_slot

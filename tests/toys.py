@@ -73,15 +73,16 @@ class Nibble(Codec):
 
 @dataclass(frozen=True)
 class HalvedFormat(Int8Format):
-    """Buffers just like int8's, but half as many scales. C code that took it for int8 would overrun them."""
+    """Buffers just like int8's, but half as many exponents. C code that took it for int8 would overrun them."""
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
-        codes, scales = super().buffers
-        return codes, Buffer("scales", (-(-scales.shape[0] // 2), scales.shape[1]), torch.float32)
+        codes, exponents = super().buffers
+        return codes, Buffer("exponents", (-(-exponents.shape[0] // 2), exponents.shape[1]), torch.uint8)
 
     def _wide(self, held: Held) -> dict[str, Tensor]:
-        return {"codes": held["codes"], "scales": held["scales"].repeat_interleave(2, 0)[: held["codes"].shape[0]]}
+        codes, exponents = held["codes"], held["exponents"]
+        return {"codes": codes, "exponents": exponents.repeat_interleave(2, 0)[: codes.shape[0]]}
 
     def decode(self, held: Held, rows: slice) -> Tensor:
         return super().decode(self._wide(held), rows)
@@ -89,7 +90,7 @@ class HalvedFormat(Int8Format):
     def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
         wide = self._wide(held)
         super().encode(wide, rows, value, rounding)
-        held["scales"].copy_(wide["scales"][::2])
+        held["exponents"].copy_(wide["exponents"][::2])
 
 
 class Halved(Codec):

@@ -1,8 +1,11 @@
-"""Eight bits per element with one fp32 scale per group of up to 256 elements.
+"""Eight bits per element: a small float, with one exponent byte per group of up to 256 elements.
 
-Codes are companded: ``|m| / scale`` is stored as its square root and ``v / scale`` as its fourth root, so relative
-precision is kept over 4 (m) and 9 (v) decimal orders and decoding is two multiplications, with no table. Codes are
-dithered in the value domain. The choice is by measurement: see ``docs/results/int8_formats.md``.
+A code is the upper bits of an fp32 number, counted from the exponent of its group. ``v`` has 3 mantissa bits over 32
+octaves below the group's largest number. ``m`` has a sign and 4 mantissa bits over 7 octaves, and below them, as
+subnormal numbers have, equal steps down to zero. Adding noise to the bits that are dropped is dithering in the value
+domain, within an octave and across its edge: neither way takes a root, a division or a table. A group's exponent is
+that of its largest number *once rounded*, so a carry into the next octave is kept, and what was stored is stored alike
+again. The choice is by measurement: see ``docs/results/int8_formats.md``.
 
 Groups run along the flattened trailing dims of each dim-0 row and never cross rows: a shard on dim 0 holds whole
 groups, so a plan means the same on one process and on many.
@@ -20,37 +23,40 @@ from torch import Tensor
 
 from baoc.core.codecs.base import Codec, Format, Held
 from baoc.core.codecs.dense import BF16Format, FP32Format
-from baoc.core.rounding import NOISE_ONE, Rounding
+from baoc.core.rounding import Rounding
 from baoc.core.spec import SMALL_NUMEL, Buffer, Shape, Slot
 
 GROUP = 256
 MIN_ROW = 8
-"""Rows shorter than this (vectors too: their rows are single elements) would pay more for scales than for codes."""
+"""Rows shorter than this (vectors too: their rows are single elements) have too little in common to share numbers."""
 
-SMALLEST_SCALE = 2.0**-96
-"""Below it the number of levels per unit would overflow."""
+LEAST_EXPONENT, MOST_EXPONENT = 32, 253
+"""Of a group, biased as fp32's are: the smallest code of v must be a normal number and the largest of m a finite one. The
+distance from the least is stored, so a group of zeros has a zero there too."""
+
+_MANTISSA = 23  # bits of fp32
+_NOISE = 16  # bits
 
 
 @dataclass(frozen=True)
-class _Companding:
-    """A code is the root of a *level*, and a value is a level in units of ``scale / levels``."""
+class Grid:
+    """Which fp32 numbers have codes: ``count`` of them, up to the end of the group's octave."""
 
-    top: int
-    power: int  # 2 or 4
+    mantissa: int  # bits that are kept
+    count: int
 
     @property
-    def levels(self) -> float:
-        return float(self.top**self.power)
+    def dropped(self) -> int:
+        """Bits of fp32 that are not kept."""
+        return _MANTISSA - self.mantissa
 
-    def raised(self, root: Tensor) -> Tensor:
-        return root * root.abs() if self.power == 2 else (root * root).square()
-
-    def root(self, level: Tensor) -> Tensor:
-        return level.sqrt() if self.power == 2 else level.sqrt().sqrt()
+    def base(self, exponents: Tensor) -> Tensor:
+        """The bits of fp32 from which codes count."""
+        return ((exponents + 1) << _MANTISSA) - (self.count << self.dropped)
 
 
-_SIGNED = _Companding(127, 2)
-_UNSIGNED = _Companding(255, 4)
+_SIGNED = Grid(mantissa=4, count=128)
+_UNSIGNED = Grid(mantissa=3, count=256)
 
 
 @dataclass(frozen=True)
@@ -63,43 +69,60 @@ class Int8Format(Format):
         groups = -(-math.prod(shape[1:]) // GROUP)
         return (
             Buffer("codes", shape, torch.int8 if self.slot.signed else torch.uint8),
-            Buffer("scales", (shape[0], groups), torch.float32),
+            Buffer("exponents", (shape[0], groups), torch.uint8),
         )
 
     @property
-    def _companding(self) -> _Companding:
+    def grid(self) -> Grid:
         return _SIGNED if self.slot.signed else _UNSIGNED
 
     def decode(self, held: Held, rows: slice) -> Tensor:
         codes = held["codes"][rows]
-        scales = held["scales"][rows].unsqueeze(-1)  # (rows, groups, 1)
-        unit = to_groups(codes.float()) * (1.0 / self._companding.top)  # (rows, groups, width), in [-1, 1]
-        return from_groups(self._companding.raised(unit) * scales, codes.shape)
+        grouped = to_groups(codes.int())  # (rows, groups, width)
+        exponents = held["exponents"][rows].int().unsqueeze(-1) + LEAST_EXPONENT  # (rows, groups, 1)
+        base = self.grid.base(exponents)
+        number = ((grouped.abs() << self.grid.dropped) + base).view(torch.float32)
+        if self.slot.signed:
+            size = torch.minimum(number, 2 * (number - base.view(torch.float32)))  # see _with_equal_steps
+            value = torch.where(grouped < 0, -size, size)
+        else:
+            value = torch.where(grouped > 0, number, 0.0)
+        return from_groups(value, codes.shape)
 
     def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
-        codes, companding = held["codes"][rows], self._companding
+        codes, grid = held["codes"][rows], self.grid
         grouped = to_groups(value)  # (rows, groups, width)
-        top = grouped.abs().amax(-1, keepdim=True)
-        scales = top.clamp(min=SMALLEST_SCALE) * (top > 0)
-        level = grouped.abs() * (companding.levels / scales.clamp(min=SMALLEST_SCALE))
-        below = companding.root(level).floor()
-        low, high = companding.raised(below), companding.raised(below + 1)
-        noise = to_groups(rounding.noise(rows.start, tuple(value.shape), value.device))
-        threshold = (NOISE_ONE - noise) * (1.0 / NOISE_ONE)
-        code = below + (level - low >= threshold * (high - low))
+        noise = to_groups(rounding.noise(rows.start, tuple(value.shape), value.device)) << (grid.dropped - _NOISE)
+        size = grouped.abs()
+        bits = size.view(torch.int32)
+        exponents = (bits + noise).amax(-1, keepdim=True) >> _MANTISSA
+        exponents = exponents.clamp(LEAST_EXPONENT, MOST_EXPONENT)
+        base = grid.base(exponents)
         if self.slot.signed:
-            code = torch.where(grouped < 0, -code, code)
+            bits = _with_equal_steps(size, bits, base)
+        code = (bits + noise - base) >> grid.dropped
+        if self.slot.signed:
+            code = torch.where(grouped < 0, -code, code).clamp(-128, 127)
         else:  # v must never become zero under a momentum that is not: its smallest code is above zero
-            code = torch.where(grouped > 0, code.clamp(min=1), code)
+            code = torch.where(grouped > 0, code.clamp(1, 255), 0)
         codes.copy_(from_groups(code, codes.shape))
-        held["scales"][rows].copy_(scales.squeeze(-1))
+        held["exponents"][rows].copy_(exponents.squeeze(-1) - LEAST_EXPONENT)
 
     def problem(self, held: Held) -> str | None:
-        scales = held["scales"]
-        return None if bool((scales.isfinite() & (scales >= 0)).all()) else "scales that are not finite numbers >= 0"
+        most = MOST_EXPONENT - LEAST_EXPONENT
+        return f"exponents above {most}" if bool((held["exponents"] > most).any()) else None
 
     def graph_key(self) -> Hashable:
         return type(self), self.slot.signed
+
+
+def _with_equal_steps(size: Tensor, bits: Tensor, base: Tensor) -> Tensor:
+    """The bits of a size, but that the lowest octave of codes goes down to zero in equal steps.
+
+    It begins at ``base``, read as a float, and would go up to twice that. ``x`` in there has the bits of ``base + x / 2``,
+    which are larger than those of ``x`` there and nowhere above: the larger ones are right everywhere.
+    """
+    return torch.maximum(bits, (size * 0.5 + base.view(torch.float32)).view(torch.int32))
 
 
 class Int8(Codec):

@@ -208,11 +208,11 @@ def _arrays(stored: Format) -> list[tuple[str, str | None, dict[str, str]]]:
 
 
 def _parts(stored: Format, factor: str) -> dict[str, str]:
-    """The state's keys of an array's data and scales. Dense numbers have the array's own name."""
+    """The state's keys of an array's data and exponents. Dense numbers have the array's own name."""
     keys = dict(stored.keys)
     if factor in keys:
         return {"data": keys[factor]}
-    named = {"data": "codes", "scales": "scales"}
+    named = {"data": "codes", "exponents": "exponents"}
     return {part: keys[joined(factor, buffer)] for part, buffer in named.items()}
 
 

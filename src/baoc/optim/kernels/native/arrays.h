@@ -69,16 +69,15 @@ static int next_group(group_cursor *at)
     return width;
 }
 
-/* A group's scale from the bits of its largest |value|: zero stays zero, and a NaN stays one. */
-INLINE float scale_of(int32_t bits)
+/* What a group's exponent is stored as: a group of zeros has a zero there too. */
+static uint8_t stored_exponent(int32_t top)
 {
-    float scale;
-    memcpy(&scale, &bits, sizeof scale);
-    return bits && scale < SMALLEST_SCALE ? SMALLEST_SCALE : scale;
+    const int exponent = top >> 23;
+    return (uint8_t)((exponent < LEAST_EXPONENT ? LEAST_EXPONENT : exponent > MOST_EXPONENT ? MOST_EXPONENT : exponent) -
+                     LEAST_EXPONENT);
 }
 
-/* What values are multiplied with to become levels; no NaN, so that codes are always in range. */
-INLINE float levels_of(float levels, float scale) { return levels / (scale > SMALLEST_SCALE ? scale : SMALLEST_SCALE); }
+INLINE int32_t base_at(int is_signed, uint8_t stored) { return base_of(is_signed, stored + LEAST_EXPONENT); }
 
 static const float *read_v(const array *stored, int64_t row, int64_t first, int n, float *out)
 {
@@ -87,11 +86,11 @@ static const float *read_v(const array *stored, int64_t row, int64_t first, int 
     group_cursor at = group_at(row, first);
     const uint8_t *codes = (const uint8_t *)(intptr_t)stored->data + first;
     for (int done = 0, width; done < n; done += width) {
-        const float unit = ((const float *)(intptr_t)stored->scales)[at.group] * (1 / UNSIGNED_LEVELS);
+        const int32_t base = base_at(0, ((const uint8_t *)(intptr_t)stored->exponents)[at.group]);
         width = next_group(&at);
         for (int i = 0; i < width; i += LANES) {
             const int count = lanes_left(width, i);
-            store(out + done + i, decode_unsigned(load_u8(codes + done + i, count)) * unit, count);
+            store(out + done + i, decode_unsigned(load_u8(codes + done + i, count), base), count);
         }
     }
     return out;

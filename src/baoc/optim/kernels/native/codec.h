@@ -24,28 +24,25 @@ INLINE vuint sequence_at(uint32_t phase, int64_t first)
 
 INLINE vuint next_sequence(vuint sequence) { return sequence + LANES * PHASE_PER_ELEMENT; }
 
-/* How a value between two codes rounds: up if the fraction of the gap below it is at least the threshold. Thresholds
- * have 12 bits and lie half a step away from 0 and 1, so that a value which is representable up to fp32 rounding stays
- * where it is. */
-#define LARGEST_THRESHOLD (1 - 8 / 65536.0f)
+/* Noise is added to the bits that a code drops, counted here as if they were 16: a fraction f of the gap between two
+ * codes is rounded up if f + noise / 65536 >= 1. It has 12 bits and lies half a step away from 0 and 1, so that a value
+ * which is representable up to fp32 rounding stays where it is. */
+#define LEAST_NOISE 8
 
-/* One above the threshold, since that takes no further operation. */
-INLINE vfloat threshold_plus_one(vuint sequence)
+INLINE vint noise(vuint sequence, int dropped)
 {
-    return (vfloat)((~sequence & 0x7ff800u) | 0x3f800400u); /* the bits of a float in [1, 2) */
+    const uint32_t bits = 0xfff0u << (dropped - 16), least = LEAST_NOISE << (dropped - 16);
+    return (vint)((sequence >> (23 - dropped) & bits) | least);
 }
 
 /* ---- bf16 ---- */
 
+#define BF16_DROPPED 16
+
 INLINE vfloat decode_bf16(vint data) { return (vfloat)(data << 16); }
 
-/* bf16 is the upper half of fp32: noise added to the lower half carries into the upper one in the right share of cases.
- * The noise is 1 - threshold, in units of that half. */
+/* bf16 is the upper half of fp32: noise added to the lower half carries into the upper one in the right share of cases. */
 INLINE vint encode_bf16(vfloat x, vint noise) { return (vint)(((vuint)x + (vuint)noise) >> 16); }
-
-#define LEAST_NOISE 8
-
-INLINE vint noise(vuint sequence) { return (vint)(((sequence >> 7) & 0xfff0u) | 8u); }
 
 /* To nearest, ties to even, as torch rounds parameters. */
 INLINE vint round_to_bf16(vfloat x)
@@ -57,55 +54,49 @@ INLINE vint round_to_bf16(vfloat x)
 
 /* ---- int8 ---- */
 
-/* Codes are roots of `level = |value| / scale` in units that make them whole numbers: level = code ** 2 for signed slots,
- * code ** 4 for the others. */
-#define SIGNED_LEVELS (127.0f * 127.0f)
-#define UNSIGNED_LEVELS (255.0f * 255.0f * 255.0f * 255.0f)
-#define SMALLEST_SCALE 0x1p-96f /* below it, levels per unit would overflow */
+/* A code is the upper bits of an fp32 number, counted from a base that its group's exponent sets, so that codes end with
+ * the octave of the group. For signed slots the lowest octave goes down to zero in equal steps: there x has the bits of
+ * half + x / 2, where half is the base read as a float; these are the larger bits there and nowhere else. */
+#define LEAST_EXPONENT 32
+#define MOST_EXPONENT 253
+#define SIGNED_DROPPED 19
+#define UNSIGNED_DROPPED 20
 
-/* Levels; times `scale / SIGNED_LEVELS` or `scale / UNSIGNED_LEVELS` they are values. */
-INLINE vfloat decode_signed(vint code)
+INLINE int32_t base_of(int is_signed, int exponent)
 {
-    vfloat root = to_float(code);
-    return root * magnitude(root);
+    return ((exponent + 1) << 23) - (is_signed ? 128 << SIGNED_DROPPED : 256 << UNSIGNED_DROPPED);
 }
 
-INLINE vfloat decode_unsigned(vint code)
+INLINE float as_float(int32_t bits)
 {
-    vfloat root = to_float(code);
-    vfloat square = root * root;
-    return square * square;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
 }
 
-/* Both encoders take the code below a value, from its root, and ask how far it is to the next one in the value domain,
- * without a division: level - f(below) >= threshold * (f(below + 1) - f(below)). Roots come from the caller, which can
- * have them ready in time. */
-
-INLINE vfloat level_of_signed(vfloat x, float levels_per_unit) { return magnitude(x) * levels_per_unit; }
-
-INLINE vint encode_signed(vfloat x, vfloat level, vfloat level_root, vfloat threshold_plus_one)
+INLINE vfloat decode_signed(vint code, int32_t base)
 {
-    vint below = truncate(level_root);
-    vfloat low = to_float(below);
-    vfloat gap = fused_add(low, vfloat_of(2.0f), vfloat_of(1.0f)); /* (b + 1) ** 2 - b ** 2 */
-    vfloat wanted = fused_subtract(threshold_plus_one, gap, gap);
-    vint code = add_one(at_most(wanted, minus_product(level, low, low)), below);
-    vint negated = (vint)-(vuint)code; /* unsigned: the code of a NaN may be the smallest int */
-    return choose_int(less(x, vfloat_of(0.0f)), negated, code);
+    const vfloat number = (vfloat)((absolute(code) << SIGNED_DROPPED) + base);
+    const vfloat size = smaller_of(number, fused_subtract(number, vfloat_of(2.0f), vfloat_of(2 * as_float(base))));
+    return (vfloat)((vint)size | (code & INT32_MIN));
 }
 
-/* Takes the second and the fourth root of the level. */
-INLINE vint encode_unsigned(vfloat level_root, vfloat level_fourth_root, vfloat threshold_plus_one)
+INLINE vfloat decode_unsigned(vint code, int32_t base)
 {
-    vint below = truncate(level_fourth_root);
-    vfloat low = to_float(below);
-    vfloat square = low * low;
-    vfloat middle = low + 0.5f;
-    vfloat gap = middle * fused_add(middle * 4.0f, middle, vfloat_of(1.0f)); /* (b + 1) ** 4 - b ** 4 */
-    vfloat wanted = fused_subtract(threshold_plus_one, gap, gap);
-    vint code = add_one(at_most(wanted, fused_subtract(level_root, level_root, square * square)), below);
-    /* v must never become zero under a momentum that is not: its smallest code is above zero */
-    return larger_int(code, smaller_int((vint)level_root, vint_of(1)));
+    return keep_lanes(positive(code), (vfloat)((code << UNSIGNED_DROPPED) + base));
+}
+
+INLINE vint encode_signed(vfloat x, int32_t base, vint noise)
+{
+    const vfloat size = magnitude(x);
+    const vint linear = (vint)fused_add(size, vfloat_of(0.5f), vfloat_of(as_float(base)));
+    return signed_like((larger_int((vint)size, linear) - base + noise) >> SIGNED_DROPPED, x);
+}
+
+/* v must never become zero under a momentum that is not: its smallest code is above zero */
+INLINE vint encode_unsigned(vfloat x, int32_t base, vint noise)
+{
+    return larger_int(((vint)x - base + noise) >> UNSIGNED_DROPPED, smaller_int((vint)x, vint_of(1)));
 }
 
 #endif

@@ -41,35 +41,33 @@ static void ISA(absorb)(const job *job, int64_t first, int64_t lines, float *row
     }
 }
 
-static void encode_factor(const array *stored, int64_t row, int64_t first, int n, const float *x, uint32_t phase)
+static void encode_factor(const array *stored, int64_t row, int64_t first, int n, float *x, uint32_t phase)
 {
     if (stored->type == FP32) {
         memcpy((float *)(intptr_t)stored->data + first, x, sizeof(float) * (size_t)n);
         return;
     }
-    group_cursor cursor = group_at(row, first);
-    for (int done = 0, width; done < n; done += width) {
-        float root_levels = 0.0f;
-        float *scale = (float *)(intptr_t)stored->scales + cursor.group;
-        width = stored->type == INT8 ? next_group(&cursor) : n;
-        if (stored->type == INT8) {
-            vint top = {0};
-            for (int i = 0; i < width; i += LANES)
-                top = larger_int(top, (vint)magnitude(load(x + done + i, lanes_left(width, i))));
-            *scale = scale_of(largest_lane(top));
-            root_levels = sqrtf(levels_of(UNSIGNED_LEVELS, *scale));
+    if (stored->type == BF16) {
+        for (int i = 0; i < n; i += LANES) {
+            const vint each = noise(sequence_at(phase, first + i), BF16_DROPPED);
+            store_16((uint16_t *)(intptr_t)stored->data + first + i, encode_bf16(load(x + i, lanes_left(n, i)), each),
+                     lanes_left(n, i));
         }
-        for (int i = done; i < done + width; i += LANES) {
-            const int count = lanes_left(done + width, i);
-            const vfloat value = load(x + i, count);
-            const vuint at = sequence_at(phase, first + i);
-            if (stored->type == INT8) {
-                const vfloat root = square_root(value) * root_levels;
-                const vint code = encode_unsigned(root, square_root(root), threshold_plus_one(at));
-                store_8((uint8_t *)(intptr_t)stored->data + first + i, code, count);
-            } else {
-                store_16((uint16_t *)(intptr_t)stored->data + first + i, encode_bf16(value, noise(at)), count);
-            }
+        return;
+    }
+    group_cursor cursor = group_at(row, first);
+    const slot s = {.data = NULL, .fresh = x, .phase = phase};
+    for (int done = 0, end; done < n; done = end) {
+        uint8_t *exponent = (uint8_t *)(intptr_t)stored->exponents + cursor.group;
+        vint top = {0};
+        end = done + next_group(&cursor);
+        for (int i = done; i < end; i += LANES)
+            top = larger_int(top, (vint)load(x + i, lanes_left(end, i)));
+        *exponent = exponent_of(&s, UNSIGNED_DROPPED, first, NULL, done, end, largest_lane(top));
+        for (int i = done; i < end; i += LANES) {
+            const vint each = noise(sequence_at(phase, first + i), UNSIGNED_DROPPED);
+            const vint code = encode_unsigned(load(x + i, lanes_left(end, i)), base_at(0, *exponent), each);
+            store_u8((uint8_t *)(intptr_t)stored->data + first + i, code, lanes_left(end, i));
         }
     }
 }

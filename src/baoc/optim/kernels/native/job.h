@@ -8,8 +8,8 @@
 #define TYPES(X) X(FP32) X(BF16) X(INT8) X(FACTORED) /* from 1 on; 0: the array is not there */
 #define MECHANISMS(X) X(SGD) X(MOMENTUM) X(ADAM) X(ADAFACTOR)
 
-/* One stored array: dense numbers, or codes with one scale per group. `data` and `scales` are addresses. */
-#define ARRAY_PARTS(X) X(type) X(data) X(scales)
+/* One stored array: dense numbers, or codes with one exponent per group. `data` and `exponents` are addresses. */
+#define ARRAY_PARTS(X) X(type) X(data) X(exponents)
 
 #define JOB_NUMBERS(X) \
     X(mechanism) X(numel) \

@@ -65,7 +65,8 @@ INLINE vfloat load_all(const float *from)
 INLINE void store_all(float *to, vfloat x) { memcpy(to, &x, sizeof x); }
 
 /* fused_add is a * b + c, fused_subtract a * b - c and minus_product c - a * b, in one rounding where there is an
- * instruction for it. */
+ * instruction for it. Bytes are narrowed with saturation; store_four takes four vectors at once, for fewer instructions.
+ * signed_like negates where the other one has a sign (and may make zero of what it has a zero for). */
 #if defined(USE_AVX512)
 
 typedef __mmask16 vmask;
@@ -87,13 +88,41 @@ INLINE vfloat square_root(vfloat x) { return (vfloat)_mm512_sqrt_ps((__m512)x); 
 INLINE vint larger_int(vint a, vint b) { return (vint)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 INLINE vint smaller_int(vint a, vint b) { return (vint)_mm512_min_epi32((__m512i)a, (__m512i)b); }
 INLINE int32_t largest_lane(vint x) { return _mm512_reduce_max_epi32((__m512i)x); }
-INLINE vfloat to_float(vint x) { return (vfloat)_mm512_cvtepi32_ps((__m512i)x); }
-INLINE vint truncate(vfloat x) { return (vint)_mm512_cvttps_epi32((__m512)x); }
+INLINE vint absolute(vint x) { return (vint)_mm512_abs_epi32((__m512i)x); }
+INLINE vmask positive(vint x) { return _mm512_cmpgt_epi32_mask((__m512i)x, _mm512_setzero_si512()); }
+INLINE vfloat smaller_of(vfloat a, vfloat b) { return (vfloat)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE vint signed_like(vint x, vfloat sign)
+{
+    const __mmask16 negative = _mm512_movepi32_mask((__m512i)sign);
+    return (vint)_mm512_mask_sub_epi32((__m512i)x, negative, _mm512_setzero_si512(), (__m512i)x);
+}
 INLINE vint widen_u16(const uint16_t *from) { return (vint)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)); }
 INLINE vint widen_i8(const int8_t *from) { return (vint)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)); }
 INLINE vint widen_u8(const uint8_t *from) { return (vint)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)); }
 INLINE void narrow_16(uint16_t *to, vint x) { _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)x)); }
-INLINE void narrow_8(uint8_t *to, vint x) { _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)x)); }
+INLINE void narrow_i8(int8_t *to, vint x) { _mm_storeu_si128((__m128i *)to, _mm512_cvtsepi32_epi8((__m512i)x)); }
+INLINE void narrow_u8(uint8_t *to, vint x)
+{
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtusepi32_epi8(_mm512_max_epi32((__m512i)x, _mm512_setzero_si512())));
+}
+
+/* Packing works within quarters of a register: this puts their parts in order. */
+INLINE __m512i in_order(__m512i x)
+{
+    return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), x);
+}
+
+INLINE void store_four_i8(int8_t *to, const vint *x)
+{
+    __m512i low = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]), high = _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]);
+    _mm512_storeu_si512((void *)to, in_order(_mm512_packs_epi16(low, high)));
+}
+
+INLINE void store_four_u8(uint8_t *to, const vint *x)
+{
+    __m512i low = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]), high = _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]);
+    _mm512_storeu_si512((void *)to, in_order(_mm512_packus_epi16(low, high)));
+}
 
 #elif defined(USE_AVX2)
 
@@ -123,8 +152,10 @@ INLINE int32_t largest_lane(vint x)
     return _mm_cvtsi128_si32(_mm_max_epi32(top, _mm_shuffle_epi32(top, 0xb1)));
 }
 
-INLINE vfloat to_float(vint x) { return (vfloat)_mm256_cvtepi32_ps((__m256i)x); }
-INLINE vint truncate(vfloat x) { return (vint)_mm256_cvttps_epi32((__m256)x); }
+INLINE vint absolute(vint x) { return (vint)_mm256_abs_epi32((__m256i)x); }
+INLINE vmask positive(vint x) { return x > 0; }
+INLINE vfloat smaller_of(vfloat a, vfloat b) { return (vfloat)_mm256_min_ps((__m256)a, (__m256)b); }
+INLINE vint signed_like(vint x, vfloat sign) { return (vint)_mm256_sign_epi32((__m256i)x, (__m256i)sign); }
 INLINE vint widen_u16(const uint16_t *from) { return (vint)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)); }
 INLINE vint widen_i8(const int8_t *from) { return (vint)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
 INLINE vint widen_u8(const uint8_t *from) { return (vint)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
@@ -136,12 +167,27 @@ INLINE void narrow_16(uint16_t *to, vint x)
     _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(packed));
 }
 
-INLINE void narrow_8(uint8_t *to, vint x)
+INLINE __m128i halves(vint x)
 {
-    __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xff));
-    __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
-    __m128i half = _mm256_castsi256_si128(words);
-    _mm_storel_epi64((__m128i *)to, _mm_packus_epi16(half, half));
+    return _mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+}
+
+INLINE void narrow_i8(int8_t *to, vint x) { _mm_storel_epi64((__m128i *)to, _mm_packs_epi16(halves(x), halves(x))); }
+INLINE void narrow_u8(uint8_t *to, vint x) { _mm_storel_epi64((__m128i *)to, _mm_packus_epi16(halves(x), halves(x))); }
+
+/* Packing works within halves of a register: this puts their parts in order. */
+INLINE __m256i in_order(__m256i x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+
+INLINE void store_four_i8(int8_t *to, const vint *x)
+{
+    __m256i low = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]), high = _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]);
+    _mm256_storeu_si256((__m256i *)to, in_order(_mm256_packs_epi16(low, high)));
+}
+
+INLINE void store_four_u8(uint8_t *to, const vint *x)
+{
+    __m256i low = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]), high = _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]);
+    _mm256_storeu_si256((__m256i *)to, in_order(_mm256_packus_epi16(low, high)));
 }
 
 #else
@@ -187,9 +233,10 @@ INLINE int32_t largest_lane(vint x)
     return best;
 }
 
-INLINE vfloat to_float(vint x) { return __builtin_convertvector(x, vfloat); }
-/* C does not say what becomes of a NaN. */
-INLINE vint truncate(vfloat x) { return __builtin_convertvector(choose(x == x, x, (vfloat){0}), vint); }
+INLINE vint absolute(vint x) { return larger_int(x, -x); }
+INLINE vmask positive(vint x) { return x > 0; }
+INLINE vfloat smaller_of(vfloat a, vfloat b) { return choose(a < b, a, b); }
+INLINE vint signed_like(vint x, vfloat sign) { return choose_int((vint)sign < 0, -x, x); }
 
 #define DEFINE_WIDEN(name, element)              \
     INLINE vint name(const element *from)        \
@@ -209,11 +256,19 @@ INLINE void narrow_16(uint16_t *to, vint x)
         to[i] = (uint16_t)x[i];
 }
 
-INLINE void narrow_8(uint8_t *to, vint x)
-{
-    for (int i = 0; i < LANES; i++)
-        to[i] = (uint8_t)x[i];
-}
+#define DEFINE_NARROW(name, element, least, most, store_four)                         \
+    INLINE void name(element *to, vint x)                                             \
+    {                                                                                 \
+        for (int i = 0; i < LANES; i++)                                               \
+            to[i] = (element)(x[i] < (least) ? (least) : x[i] > (most) ? (most) : x[i]); \
+    }                                                                                 \
+    INLINE void store_four(element *to, const vint *x)                                \
+    {                                                                                 \
+        for (int k = 0; k < 4; k++)                                                   \
+            name(to + k * LANES, x[k]);                                               \
+    }
+DEFINE_NARROW(narrow_i8, int8_t, INT8_MIN, INT8_MAX, store_four_i8)
+DEFINE_NARROW(narrow_u8, uint8_t, 0, UINT8_MAX, store_four_u8)
 
 #endif
 
@@ -223,6 +278,7 @@ DEFINE_LOAD(load_i8, vint, int8_t, widen_i8)
 DEFINE_LOAD(load_u8, vint, uint8_t, widen_u8)
 DEFINE_STORE(store, vfloat, float, store_all)
 DEFINE_STORE(store_16, vint, uint16_t, narrow_16)
-DEFINE_STORE(store_8, vint, uint8_t, narrow_8)
+DEFINE_STORE(store_i8, vint, int8_t, narrow_i8)
+DEFINE_STORE(store_u8, vint, uint8_t, narrow_u8)
 
 #endif

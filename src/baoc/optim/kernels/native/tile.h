@@ -9,9 +9,9 @@
 
 /* A slot's numbers for the elements of a tile. */
 typedef struct {
-    void *data;    /* dense numbers, codes, or the expanded root of a factored v */
-    float *scales; /* int8: one for each group */
-    float *fresh;  /* scratch for new values that cannot be stored yet */
+    void *data;         /* dense numbers, codes, or the expanded root of a factored v */
+    uint8_t *exponents; /* int8: one for each group */
+    float *fresh;       /* scratch for new values that cannot be stored yet */
     uint32_t phase;
 } slot;
 
@@ -25,14 +25,19 @@ typedef struct {
     int starts[MOST_GROUPS + 1]; /* of the groups, and the end of the last; one group if no slot is int8 */
 } tile;
 
-/* Old values of a slot; levels if it is int8. */
-INLINE vfloat read(int type, int is_signed, const slot *s, int i, int count)
+/* int8: from where a group's codes count. */
+typedef struct {
+    int32_t m, v;
+} bases;
+
+/* Old values of a slot. */
+INLINE vfloat read(int type, int is_signed, const slot *s, int32_t base, int i, int count)
 {
     switch (type) {
     case BF16: return decode_bf16(load_u16((const uint16_t *)s->data + i, count));
     case INT8:
-        return is_signed ? decode_signed(load_i8((const int8_t *)s->data + i, count))
-                         : decode_unsigned(load_u8((const uint8_t *)s->data + i, count));
+        return is_signed ? decode_signed(load_i8((const int8_t *)s->data + i, count), base)
+                         : decode_unsigned(load_u8((const uint8_t *)s->data + i, count), base);
     default: return load((const float *)s->data + i, count);
     }
 }
@@ -42,18 +47,18 @@ INLINE vfloat read(int type, int is_signed, const slot *s, int i, int count)
  * where gradients come now and then. */
 INLINE vmask is_idle(vfloat g) { return equal(g, vfloat_of(0.0f)); }
 
-INLINE vfloat shrunk(vfloat m, vfloat g, vfloat kept_root, vfloat v_root)
+INLINE vfloat shrunk(vfloat m, vfloat g, vfloat kept, vfloat v)
 {
-    return choose(is_idle(g) & less(kept_root, v_root), m * (kept_root / v_root), m);
+    return choose(is_idle(g) & less(kept, v), m * square_root(kept / v), m);
 }
 
-INLINE vint noise_of_m(vuint sequence, vfloat g)
+INLINE vint noise_of_m(vuint sequence, int dropped, vfloat g)
 {
-    return choose_int(is_idle(g), vint_of(LEAST_NOISE), noise(sequence));
+    return choose_int(is_idle(g), vint_of(LEAST_NOISE << (dropped - 16)), noise(sequence, dropped));
 }
 
 /* What goes from one vector to the next: where rounding stands, and the largest |value| of the group so far, lane by
- * lane. Sizes are compared as integers, which orders |x| the same way and puts NaN on top: a NaN is never lost. */
+ * lane. Sizes are compared as integers, which orders |x| the same way. */
 typedef struct {
     vuint m_sequence, v_sequence;
     vint m_top, v_top;
@@ -75,16 +80,6 @@ INLINE progress next(progress at)
     return at;
 }
 
-/* int8: how a group's values become levels. */
-typedef struct {
-    float m, v_root;
-} levels_per_unit;
-
-/* What old values are multiplied with. */
-typedef struct {
-    float m, v;
-} keeps;
-
 /* One element's gradient has a part in what happens to others: `Layout.shares` in Python. */
 INLINE int shares(int mechanism, int m_type, int v_type)
 {
@@ -93,7 +88,7 @@ INLINE int shares(int mechanism, int m_type, int v_type)
 
 /* The first three arguments are known to the compiler wherever this is called, so each use becomes a loop of its own
  * without branches. */
-INLINE progress advance_vector(int mechanism, int m_type, int v_type, const tile *t, keeps keep, progress at, int i,
+INLINE progress advance_vector(int mechanism, int m_type, int v_type, const tile *t, bases base, progress at, int i,
                                int count)
 {
     vfloat g = load(t->g + i, count), m = {0}, v = {0};
@@ -103,9 +98,9 @@ INLINE progress advance_vector(int mechanism, int m_type, int v_type, const tile
         g = keep_lanes(sane, g);
     }
     if (m_type)
-        m = fused_add(read(m_type, 1, &t->m, i, count), vfloat_of(keep.m), g * t->c.m_add);
+        m = fused_add(read(m_type, 1, &t->m, base.m, i, count), vfloat_of(t->c.m_keep), g * t->c.m_add);
     if (v_type && v_type != FACTORED)
-        v = fused_add(read(v_type, 0, &t->v, i, count), vfloat_of(keep.v), g * g * t->c.v_add);
+        v = fused_add(read(v_type, 0, &t->v, base.v, i, count), vfloat_of(t->c.v_keep), g * g * t->c.v_add);
     /* a factored v has taken in the gradient already, and its root comes expanded */
     const vfloat v_root = v_type == FACTORED ? load((const float *)t->v.data + i, count) : v_type ? square_root(v) : v;
     const vfloat move = direction(mechanism, v_type, &t->c, g, m, v_root);
@@ -113,102 +108,116 @@ INLINE progress advance_vector(int mechanism, int m_type, int v_type, const tile
     switch (v_type) {
     case FP32: store((float *)t->v.data + i, v, count); break;
     case BF16: {
-        const vint stored = encode_bf16(v, noise(at.v_sequence));
+        const vint stored = encode_bf16(v, noise(at.v_sequence, BF16_DROPPED));
         store_16((uint16_t *)t->v.data + i, stored, count);
         if (m_type && any_lane(is_idle(g)))
-            m = shrunk(m, g, square_root(decode_bf16(stored)), v_root);
+            m = shrunk(m, g, decode_bf16(stored), v);
         break;
     }
-    case INT8: at.v_top = larger_int(at.v_top, (vint)magnitude(v)); break;
+    case INT8:
+        at.v_top = larger_int(at.v_top, (vint)v);
+        store(t->v.fresh + i, v, count);
+        break;
     }
     switch (m_type) {
     case FP32: store((float *)t->m.data + i, m, count); break;
-    case BF16: store_16((uint16_t *)t->m.data + i, encode_bf16(m, noise_of_m(at.m_sequence, g)), count); break;
+    case BF16:
+        store_16((uint16_t *)t->m.data + i, encode_bf16(m, noise_of_m(at.m_sequence, BF16_DROPPED, g)), count);
+        break;
     case INT8: at.m_top = larger_int(at.m_top, (vint)magnitude(m)); break;
     }
     if (m_type == INT8 || v_type == INT8) {
         store(t->m.fresh + i, m, count); /* for v too: m may shrink with what v loses */
         at.idle |= is_idle(g);
     }
-    if (v_type == INT8)
-        store(t->v.fresh + i, v_root, count); /* dear to compute, and the root that v's code needs starts from it */
     return next(at);
 }
 
+/* A group's exponent is that of its largest number once rounded. Only where that one may round into the next octave need
+ * all be looked at. `g` is given for m in a group with idle elements. */
+static uint8_t exponent_of(const slot *s, int dropped, int64_t first, const float *g, int i, int end, int32_t top)
+{
+    if ((top + (1 << dropped)) >> 23 == top >> 23)
+        return stored_exponent(top);
+    vint rounded_top = {0};
+    for (; i < end; i += LANES) {
+        const int count = lanes_left(end, i);
+        const vuint sequence = sequence_at(s->phase, first + i);
+        const vint each = g ? noise_of_m(sequence, dropped, without_spikes(load(g + i, count))) : noise(sequence, dropped);
+        rounded_top = larger_int(rounded_top, (vint)magnitude(load(s->fresh + i, count)) + each);
+    }
+    return stored_exponent(largest_lane(rounded_top));
+}
+
 /* Encoding works in the L1 cache alone: meanwhile the memory bus can bring the next tile. */
-INLINE void fetch_ahead(int m_type, int v_type, const tile *t, int i)
+#define LINE 64 /* bytes */
+
+INLINE void fetch_ahead(int m_type, int v_type, const tile *t, int i, int count)
 {
     const uintptr_t g = (uintptr_t)t->g, p = (uintptr_t)t->p, m = (uintptr_t)t->m.data, v = (uintptr_t)t->v.data;
     const uintptr_t next = (uintptr_t)(i + TILE);
-    __builtin_prefetch((const void *)(g + 4 * next), 0);
-    __builtin_prefetch((const void *)(p + 4 * next), 1);
+    for (int byte = 0; byte < 4 * count; byte += LINE) {
+        __builtin_prefetch((const void *)(g + 4 * next + (uintptr_t)byte), 0);
+        __builtin_prefetch((const void *)(p + 4 * next + (uintptr_t)byte), 1);
+    }
     if (m_type == INT8)
         __builtin_prefetch((const void *)(m + next), 1);
     if (v_type == INT8)
         __builtin_prefetch((const void *)(v + next), 1);
 }
 
-/* Square roots take long: those of a vector are begun while the one before it is encoded. */
-typedef struct {
-    vfloat m, m_level, m_root;
-    vfloat v_root, v_fourth_root;
-} roots;
-
-INLINE roots begin_roots(int m_type, int v_type, const tile *t, levels_per_unit levels, int i)
+INLINE vint code_of_m(const tile *t, bases base, progress at, int i, int count)
 {
-    roots r = {.m = load(t->m.fresh + i, LANES)};
-    if (m_type == INT8) {
-        r.m_level = level_of_signed(r.m, levels.m);
-        r.m_root = square_root(r.m_level);
-    }
-    if (v_type == INT8) {
-        r.v_root = load(t->v.fresh + i, LANES) * levels.v_root;
-        r.v_fourth_root = square_root(r.v_root);
-    }
-    return r;
+    return encode_signed(load(t->m.fresh + i, count), base.m, noise(at.m_sequence, SIGNED_DROPPED));
 }
 
-INLINE progress encode_vector(int m_type, int v_type, const tile *t, roots r, progress at, int i, int count)
+INLINE vint code_of_v(const tile *t, bases base, progress at, int i, int count)
 {
-    fetch_ahead(m_type, v_type, t, i);
-    if (m_type == INT8) {
-        const vint code = encode_signed(r.m, r.m_level, r.m_root, threshold_plus_one(at.m_sequence));
-        store_8((uint8_t *)t->m.data + i, code, count);
-    }
-    if (v_type == INT8) {
-        const vint code = encode_unsigned(r.v_root, r.v_fourth_root, threshold_plus_one(at.v_sequence));
-        store_8((uint8_t *)t->v.data + i, code, count);
-    }
-    return next(at);
+    return encode_unsigned(load(t->v.fresh + i, count), base.v, noise(at.v_sequence, UNSIGNED_DROPPED));
 }
 
-INLINE void encode_group(int m_type, int v_type, const tile *t, levels_per_unit levels, int i, int end)
+INLINE void encode_group(int m_type, int v_type, const tile *t, bases base, int i, int end)
 {
     progress at = start(t, i);
-    roots ready = begin_roots(m_type, v_type, t, levels, i);
-    for (; i + LANES <= end; i += LANES) {
-        roots begun = begin_roots(m_type, v_type, t, levels, i + LANES);
-        at = encode_vector(m_type, v_type, t, ready, at, i, LANES);
-        ready = begun;
+    for (; i + 4 * LANES <= end; i += 4 * LANES) {
+        vint m[4], v[4];
+        fetch_ahead(m_type, v_type, t, i, 4 * LANES);
+        for (int k = 0; k < 4; k++, at = next(at)) {
+            if (m_type == INT8)
+                m[k] = code_of_m(t, base, at, i + k * LANES, LANES);
+            if (v_type == INT8)
+                v[k] = code_of_v(t, base, at, i + k * LANES, LANES);
+        }
+        if (m_type == INT8)
+            store_four_i8((int8_t *)t->m.data + i, m);
+        if (v_type == INT8)
+            store_four_u8((uint8_t *)t->v.data + i, v);
     }
-    if (i < end)
-        encode_vector(m_type, v_type, t, ready, at, i, end - i);
+    for (; i < end; i += LANES, at = next(at)) {
+        const int count = lanes_left(end, i);
+        if (m_type == INT8)
+            store_i8((int8_t *)t->m.data + i, code_of_m(t, base, at, i, count), count);
+        if (v_type == INT8)
+            store_u8((uint8_t *)t->v.data + i, code_of_v(t, base, at, i, count), count);
+    }
 }
 
 /* A group with idle elements goes one slot after the other. First v, with which m may shrink; returns m's largest size. */
-INLINE int32_t encode_v_of_idle(int m_type, const tile *t, float levels_root, int i, int end)
+static int32_t encode_v_of_idle(int m_type, const tile *t, bases base, int i, int end)
 {
     vint top = {0};
     progress at = start(t, i);
     for (; i < end; i += LANES, at = next(at)) {
         const int count = lanes_left(end, i);
-        const vfloat g = without_spikes(load(t->g + i, count)), root = load(t->v.fresh + i, count) * levels_root;
-        const vint code = encode_unsigned(root, square_root(root), threshold_plus_one(at.v_sequence));
-        store_8((uint8_t *)t->v.data + i, code, count);
-        const vfloat m = shrunk(load(t->m.fresh + i, count), g, to_float(code) * to_float(code), root);
+        const vfloat g = without_spikes(load(t->g + i, count)), v = load(t->v.fresh + i, count);
+        const vint code = code_of_v(t, base, at, i, count);
+        store_u8((uint8_t *)t->v.data + i, code, count);
+        const vfloat m = shrunk(load(t->m.fresh + i, count), g, decode_unsigned(code, base.v), v);
         switch (m_type) {
         case FP32: store((float *)t->m.data + i, m, count); break;
-        case BF16: store_16((uint16_t *)t->m.data + i, encode_bf16(m, noise_of_m(at.m_sequence, g)), count); break;
+        case BF16:
+            store_16((uint16_t *)t->m.data + i, encode_bf16(m, noise_of_m(at.m_sequence, BF16_DROPPED, g)), count);
+            break;
         case INT8: store(t->m.fresh + i, m, count); break;
         }
         top = larger_int(top, (vint)magnitude(m));
@@ -216,22 +225,14 @@ INLINE int32_t encode_v_of_idle(int m_type, const tile *t, float levels_root, in
     return largest_lane(top);
 }
 
-INLINE void encode_m_of_idle(const tile *t, float levels, int i, int end)
+static void encode_m_of_idle(const tile *t, int32_t base, int i, int end)
 {
     progress at = start(t, i);
     for (; i < end; i += LANES, at = next(at)) {
         const int count = lanes_left(end, i);
-        const vfloat m = load(t->m.fresh + i, count), level = level_of_signed(m, levels);
-        const vfloat threshold = choose(is_idle(without_spikes(load(t->g + i, count))),
-                                        vfloat_of(LARGEST_THRESHOLD + 1), threshold_plus_one(at.m_sequence));
-        store_8((uint8_t *)t->m.data + i, encode_signed(m, level, square_root(level), threshold), count);
+        const vint noise = noise_of_m(at.m_sequence, SIGNED_DROPPED, without_spikes(load(t->g + i, count)));
+        store_i8((int8_t *)t->m.data + i, encode_signed(load(t->m.fresh + i, count), base, noise), count);
     }
-}
-
-INLINE float m_levels(const tile *t, int group, int32_t top)
-{
-    t->m.scales[group] = scale_of(top);
-    return levels_of(SIGNED_LEVELS, t->m.scales[group]);
 }
 
 /* What was left out of the state still shows: a gradient that is no number makes its element none. */
@@ -241,22 +242,21 @@ static void show_spikes(const tile *t, int i, int end)
         t->p[i] += t->g[i] - t->g[i];
 }
 
-/* Three rounds, so that the slow way from a group's values to its scale is gone for all groups at once. */
+/* Three rounds, so that the slow way from a group's values to its exponent is gone for all groups at once. */
 INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
 {
     int32_t m_tops[MOST_GROUPS], v_tops[MOST_GROUPS];
-    levels_per_unit levels[MOST_GROUPS];
     int idle[MOST_GROUPS];
     for (int group = 0; group < t->groups; group++) {
         const int end = t->starts[group + 1];
         int i = t->starts[group];
-        const keeps keep = {m_type == INT8 ? t->c.m_keep * (t->m.scales[group] * (1 / SIGNED_LEVELS)) : t->c.m_keep,
-                            v_type == INT8 ? t->c.v_keep * (t->v.scales[group] * (1 / UNSIGNED_LEVELS)) : t->c.v_keep};
+        const bases base = {m_type == INT8 ? base_at(1, t->m.exponents[group]) : 0,
+                            v_type == INT8 ? base_at(0, t->v.exponents[group]) : 0};
         progress at = start(t, i);
         for (; i + LANES <= end; i += LANES)
-            at = advance_vector(mechanism, m_type, v_type, t, keep, at, i, LANES);
+            at = advance_vector(mechanism, m_type, v_type, t, base, at, i, LANES);
         if (i < end)
-            at = advance_vector(mechanism, m_type, v_type, t, keep, at, i, end - i);
+            at = advance_vector(mechanism, m_type, v_type, t, base, at, i, end - i);
         idle[group] = m_type && any_lane(at.idle);
         if (!every_lane(at.sane))
             show_spikes(t, t->starts[group], end);
@@ -268,25 +268,25 @@ INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
     if (m_type != INT8 && v_type != INT8)
         return;
     for (int group = 0; group < t->groups; group++) {
-        if (m_type == INT8)
-            levels[group].m = m_levels(t, group, m_tops[group]);
-        if (v_type == INT8) {
-            t->v.scales[group] = scale_of(v_tops[group]);
-            levels[group].v_root = sqrtf(levels_of(UNSIGNED_LEVELS, t->v.scales[group]));
-        }
+        const int first = t->starts[group], end = t->starts[group + 1];
+        if (v_type == INT8)
+            t->v.exponents[group] = exponent_of(&t->v, UNSIGNED_DROPPED, t->first, NULL, first, end, v_tops[group]);
+        if (m_type == INT8 && !idle[group])
+            t->m.exponents[group] = exponent_of(&t->m, SIGNED_DROPPED, t->first, NULL, first, end, m_tops[group]);
     }
     for (int group = 0; group < t->groups; group++) {
         const int first = t->starts[group], end = t->starts[group + 1];
+        bases base = {m_type == INT8 ? base_at(1, t->m.exponents[group]) : 0,
+                      v_type == INT8 ? base_at(0, t->v.exponents[group]) : 0};
         if (!idle[group]) {
-            encode_group(m_type, v_type, t, levels[group], first, end);
+            encode_group(m_type, v_type, t, base, first, end);
             continue;
         }
-        if (v_type == INT8) {
-            const int32_t top = encode_v_of_idle(m_type, t, levels[group].v_root, first, end);
-            levels[group].m = m_type == INT8 ? m_levels(t, group, top) : 0.0f;
+        const int32_t top = v_type == INT8 ? encode_v_of_idle(m_type, t, base, first, end) : m_tops[group];
+        if (m_type == INT8) {
+            t->m.exponents[group] = exponent_of(&t->m, SIGNED_DROPPED, t->first, t->g, first, end, top);
+            encode_m_of_idle(t, base_at(1, t->m.exponents[group]), first, end);
         }
-        if (m_type == INT8)
-            encode_m_of_idle(t, levels[group].m, first, end);
     }
 }
 
@@ -314,7 +314,7 @@ static slot slot_at(const array *stored, int64_t element, int64_t group, int64_t
 {
     const int64_t size = stored->type == INT8 ? 1 : stored->type == BF16 ? 2 : 4;
     slot s = {(char *)(intptr_t)stored->data + element * size,
-              stored->type == INT8 ? (float *)(intptr_t)stored->scales + group : NULL, fresh, (uint32_t)phase};
+              stored->type == INT8 ? (uint8_t *)(intptr_t)stored->exponents + group : NULL, fresh, (uint32_t)phase};
     return s;
 }
 

@@ -3,6 +3,7 @@
 #define BAOC_TILE_H
 
 #include "arrays.h"
+#include "int4.h"
 #include "mechanism.h"
 
 #define MOST_GROUPS (TILE / 8) /* rows with fewer than 8 elements are never int8 */
@@ -83,7 +84,7 @@ INLINE progress next(progress at)
 /* One element's gradient has a part in what happens to others: `Layout.shares` in Python. */
 INLINE int shares(int mechanism, int m_type, int v_type)
 {
-    return mechanism == ADAFACTOR || m_type == INT8 || v_type == INT8 || v_type == FACTORED;
+    return mechanism >= ADAFACTOR || m_type == INT8 || v_type == INT8 || v_type == FACTORED;
 }
 
 /* The first three arguments are known to the compiler wherever this is called, so each use becomes a loop of its own
@@ -258,7 +259,7 @@ INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
         if (i < end)
             at = advance_vector(mechanism, m_type, v_type, t, base, at, i, end - i);
         idle[group] = m_type && any_lane(at.idle);
-        if (!every_lane(at.sane))
+        if (!every_lane(at.sane) && mechanism != AHEAD)
             show_spikes(t, t->starts[group], end);
         if (m_type == INT8)
             m_tops[group] = largest_lane(at.m_top);
@@ -295,18 +296,26 @@ INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
 #define CASES_OF_V(mechanism, m_type) \
     CASE(mechanism, m_type, FP32) CASE(mechanism, m_type, BF16) CASE(mechanism, m_type, INT8) \
     CASE(mechanism, m_type, FACTORED)
+#define CASES_OF_M(mechanism, v_type) \
+    CASE(mechanism, FP32, v_type) CASE(mechanism, BF16, v_type) CASE(mechanism, INT8, v_type)
 
+/* A momentum of four bits is unpacked by now. */
 static void advance_tile(const job_words *w, const tile *t)
 {
-    switch (w->mechanism * 100 + w->m.type * 10 + w->v.type) {
+    const int64_t m_type = w->m.type == INT4 ? FP32 : w->m.type;
+    switch (w->mechanism * 100 + m_type * 10 + w->v.type) {
         CASE(SGD, 0, 0)
-        CASE(MOMENTUM, FP32, 0)
-        CASE(MOMENTUM, BF16, 0)
-        CASE(MOMENTUM, INT8, 0)
-        CASES_OF_V(ADAM, FP32)
-        CASES_OF_V(ADAM, BF16)
-        CASES_OF_V(ADAM, INT8)
+        CASES_OF_M(MOMENTUM, 0)
+        CASES_OF_M(ADAM, FP32)
+        CASES_OF_M(ADAM, BF16)
+        CASES_OF_M(ADAM, INT8)
+        CASES_OF_M(ADAM, FACTORED)
         CASES_OF_V(ADAFACTOR, 0)
+        CASES_OF_M(LION, 0)
+        CASES_OF_M(AHEAD, 0)
+        CASES_OF_M(BALANCED, FACTORED)
+        CASE(AHEAD, 0, 0)
+        CASE(BALANCED, 0, FACTORED)
     }
 }
 
@@ -335,10 +344,25 @@ static void expand(const job_words *w, const factors *f, int64_t first, int n, f
     }
 }
 
+/* Four bits: floats before, codes after. */
+static void advance_packed(const job_words *w, tile *t, int n, float *m, float *clean_g)
+{
+    const float *g = t->g;
+    for (int i = 0; i < n; i++)
+        clean_g[i] = without_spike(g[i]);
+    unpack_int4(&w->m, w->row, t->first, n, m);
+    t->g = clean_g;
+    t->m.data = m;
+    advance_tile(w, t);
+    pack_int4(&w->m, w->row, t->first, n, m, clean_g, t->m.phase);
+    for (int i = 0; i < n && w->mechanism != AHEAD; i++)
+        t->p[i] += g[i] - g[i]; /* as above */
+}
+
 static void update_tile(const job *job, const factors *f, const numbers *c, int64_t first, int n)
 {
     const job_words *w = job->words;
-    float g[TILE], p[TILE], m[TILE + 2 * LANES], v[TILE + 2 * LANES];
+    float g[TILE], clean_g[TILE], p[TILE], m[TILE + 2 * LANES], v[TILE + 2 * LANES];
     group_cursor at = group_at(w->row, first);
     tile t;
     t.c = *c;
@@ -358,7 +382,10 @@ static void update_tile(const job *job, const factors *f, const numbers *c, int6
         t.starts[t.groups + 1] = t.starts[t.groups] + width;
         t.groups++;
     }
-    advance_tile(w, &t);
+    if (w->m.type == INT4)
+        advance_packed(w, &t, n, m, clean_g);
+    else
+        advance_tile(w, &t);
     write_param(&w->param, first, n, t.p);
 }
 

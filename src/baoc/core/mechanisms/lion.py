@@ -10,7 +10,11 @@ from baoc.core.mechanisms.normalised import MOMENTUM, UPDATE_RMS, Normalised
 from baoc.core.spec import Hyper, Scalars, Setting
 
 MEMORY = Setting(
-    "lion_beta2", 0.99, "a number in (0, 1)", lambda x: 0 < x < 1, "decay of Lion's momentum; its look ahead is betas[0]"
+    "lion_beta2",
+    0.99,
+    "a number in (0, 1)",
+    lambda x: 0 < x < 1,
+    "decay of Lion's momentum; its look ahead is betas[0]",
 )
 
 

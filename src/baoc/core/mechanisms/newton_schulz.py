@@ -27,7 +27,7 @@ _SMALLEST_NORM = torch.finfo(torch.float32).tiny
 def orthogonalised(stacked: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
     """Matrices of shape ``(batch, rows, cols)`` with their singular values brought near one.
 
-    Holds two copies of the batch and two Gram matrices. The input is overwritten.
+    Holds one copy of the batch and two Gram matrices of each, besides the input, which is overwritten.
 
     >>> x = torch.randn(1, 4, 9, generator=torch.Generator().manual_seed(0))
     >>> bool(((orthogonalised(x, POLAR_EXPRESS) @ x.mT).diagonal(dim1=1, dim2=2) > 0).all())
@@ -37,7 +37,7 @@ def orthogonalised(stacked: Tensor, coefficients: Sequence[tuple[float, float, f
     x = stacked.mT.contiguous() if is_tall else stacked
     for order in (torch.inf, 2):  # first the largest element: squares of tiny gradients would vanish
         x.div_(torch.linalg.vector_norm(x, order, dim=(-2, -1), keepdim=True).clamp_(min=_SMALLEST_NORM))
-    other = torch.empty_like(x)
+    other = stacked.view(x.shape) if is_tall else torch.empty_like(x)  # of a tall one, x is the copy
     gram = x.new_empty(x.shape[0], x.shape[1], x.shape[1])  # (batch, side, side), of the shorter side
     polynomial = torch.empty_like(gram)
     for a, b, c in coefficients:
@@ -45,7 +45,7 @@ def orthogonalised(stacked: Tensor, coefficients: Sequence[tuple[float, float, f
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
         torch.baddbmm(x, polynomial, x, beta=a, out=other)
         x, other = other, x
-    return x.mT if is_tall else x
+    return other.view(stacked.shape).copy_(x.mT) if is_tall else x
 
 
 def workspace(rows: int, cols: int) -> int:

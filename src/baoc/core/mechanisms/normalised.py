@@ -17,7 +17,11 @@ UPDATE_RMS = Setting(
     "the RMS of a normalised update in units of lr, so that AdamW's lr suits it; the literature has 0.2",
 )
 NESTEROV = Setting(
-    "nesterov_momentum", 0.95, "a number in [0, 1)", lambda x: 0 <= x < 1, "momentum of normalised updates, with a look ahead"
+    "nesterov_momentum",
+    0.95,
+    "a number in [0, 1)",
+    lambda x: 0 <= x < 1,
+    "momentum of normalised updates, with a look ahead",
 )
 MOMENTUM = Slot("m", signed=True)
 

@@ -12,8 +12,8 @@ from baoc.core.roles import as_matrices
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.update import Update, row_tiles
 
-BATCH_NUMEL = 1 << 24
-"""64 MiB of fp32 at once for a batch of matrices and all that is made of them on the way, or one parameter's."""
+BATCH_NUMEL = 15 << 20
+"""60 MiB of fp32 at once for a batch of matrices and all that is made of them on the way, or one parameter's."""
 
 
 class Rows(Protocol):

@@ -56,8 +56,8 @@ class Int4Format(Format):
         level = x.abs() * (TOP / scales.clamp(min=SMALLEST_SCALE))
         code = level.floor()
         code = code + ((level - code) * NOISE_ONE + noise >= NOISE_ONE)
-        nibbles = (torch.where(x < 0, -code, code) + _ZERO).to(torch.uint8).unflatten(-1, (2, HALF))
-        low, high = nibbles.unbind(-2)  # (rows, groups, HALF)
+        nibbles = (torch.where(x < 0, -code, code) + _ZERO).to(torch.uint8)
+        low, high = nibbles[..., :HALF], nibbles[..., HALF:]  # (rows, groups, HALF)
         held["codes"][rows].copy_((low | high << 4).flatten(1))
         held["scales"][rows].copy_(scales.squeeze(-1))
 

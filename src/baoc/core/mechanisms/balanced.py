@@ -6,6 +6,7 @@ Rows and columns are those of the parameter as it lies in memory: an embedding's
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar, Literal
 
 from baoc.core.mechanisms.normalised import MOMENTUM, Normalised
 from baoc.core.roles import Role
@@ -18,7 +19,7 @@ class ColNorm(Normalised):
     name = "colnorm"
     slots = (replace(MOMENTUM, optional=True),)
     reach = Reach.SUMS
-    norms = ("col",)
+    norms: ClassVar[tuple[Literal["row", "col"], ...]] = ("col",)
 
     def suits(self, shape: Shape, role: Role) -> bool:
         return role is not Role.VECTOR
@@ -35,4 +36,4 @@ class Sinkhorn(ColNorm):
     """Rows and columns in turn, which brings both close to an RMS of one (https://arxiv.org/abs/2502.06742)."""
 
     name = "sinkhorn"
-    norms = ("row", "col") * 5
+    norms = (*("row", "col"),) * 5

@@ -35,4 +35,4 @@ class Lion(Normalised):
         return super().direction(grad, slots, scalars).sign()
 
     def mass(self, slot: str, age: int, hyper: Hyper) -> float:
-        return 1.0 - MEMORY.of(hyper) ** age
+        return float(1.0 - MEMORY.of(hyper) ** age)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -31,7 +32,7 @@ class Spectral(Normalised):
     name = "spectral"
     momentum = False
     reach = Reach.MATRIX
-    settings = (*Normalised.settings, NEWTON_SCHULZ)
+    settings: ClassVar[tuple[Setting, ...]] = (*Normalised.settings, NEWTON_SCHULZ)
 
     def suits(self, shape: Shape, role: Role) -> bool:
         return role in (Role.MATRIX, Role.STACK, Role.CONVOLUTION)
@@ -54,7 +55,7 @@ class Muon(Spectral):
 
     name = "muon"
     momentum = True
-    slots = (MOMENTUM,)
+    slots: ClassVar[tuple[Slot, ...]] = (MOMENTUM,)
 
 
 class NorMuon(Muon):
@@ -77,7 +78,7 @@ class NorMuon(Muon):
         return finished / (slots["o"] / scalars["o.mass"]).sqrt().clamp(min=FP32_TINY)
 
     def mass(self, slot: str, age: int, hyper: Hyper) -> float:
-        return 1.0 - ROW_MEMORY.of(hyper) ** age if slot == "o" else super().mass(slot, age, hyper)
+        return float(1.0 - ROW_MEMORY.of(hyper) ** age) if slot == "o" else super().mass(slot, age, hyper)
 
 
 def _coefficients(scalars: Scalars) -> list[tuple[float, float, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -35,7 +36,7 @@ class Normalised(Mechanism):
     adaptive = True
     momentum = True
     decoupled = True
-    settings = (UPDATE_RMS, NESTEROV)
+    settings: ClassVar[tuple[Setting, ...]] = (UPDATE_RMS, NESTEROV)
 
     def scalars(self, hyper: Hyper, ages: Mapping[str, int]) -> dict[str, float]:
         keep = NESTEROV.of(hyper)
@@ -51,7 +52,7 @@ class Normalised(Mechanism):
         return slots["m"] * scalars["of_m"] + grad * scalars["of_grad"] if "m" in slots else grad
 
     def mass(self, slot: str, age: int, hyper: Hyper) -> float:
-        return 1.0 - NESTEROV.of(hyper) ** age
+        return float(1.0 - NESTEROV.of(hyper) ** age)
 
     def typical_rms(self, evidence: Evidence, hyper: Hyper) -> float | None:
         return float(UPDATE_RMS.of(hyper))

@@ -52,7 +52,7 @@ def run_matrices(jobs: Iterable[Job], tile_numel: int, by_rows: Rows | None = No
     for batch in batches(jobs):
         local, stacked = _stacked(batch, by_rows)
         counts = [as_matrices(job.layout.shape)[0] for job in batch]
-        finished = torch.split(batch[0].layout.mechanism.finish(stacked, batch[0].scalars), counts)
+        finished = batch[0].layout.mechanism.finish(stacked, batch[0].scalars).split_with_sizes(counts)
         del local, stacked
         directions = []
         for job, whole in zip(batch, finished):
@@ -66,7 +66,7 @@ def _stacked(batch: Sequence[Job], by_rows: Rows) -> tuple[list[Tensor], Tensor]
     device, sizes = batch[0].param.device, [job.param.numel() for job in batch]
     is_whole = all(job.place.rows is None for job in batch)
     flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-    local = [part.view(job.param.shape) for part, job in zip(flat.split(sizes), batch)]
+    local = [part.view(job.param.shape) for part, job in zip(flat.split_with_sizes(sizes), batch)]
     by_rows.directions(batch, local)
     matrix = as_matrices(batch[0].layout.shape)[1:]
     if is_whole:

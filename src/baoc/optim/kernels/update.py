@@ -47,13 +47,11 @@ class Update:
 
     def adapt(self, finished: Tensor, tiles: Sequence[slice]) -> Tensor:
         """Take a finished direction into the slots that remember those; what they make of it."""
-        stored = [each for each in self._job.layout.formats if each.slot.of_direction]
-        if not stored:
-            return finished
+        formats = self._job.layout.formats
+        stored = [each for each in formats if each.slot.of_direction and isinstance(each, SummedFormat)]
         for each in stored:
-            assert isinstance(each, SummedFormat), "a slot of the direction is stored as sums"
             self._absorb(each, tiles, lambda rows: finished[rows])
-        for rows in tiles:
+        for rows in tiles if stored else ():
             slots = {each.slot.name: self._expanded(each, rows) for each in stored}
             finished[rows] = self._mechanism.adapt(finished[rows], slots, self._scalars)
         return finished

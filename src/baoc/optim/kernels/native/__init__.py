@@ -111,7 +111,8 @@ class NativeKernel:
         return () if isinstance(library, str) else library.isas()
 
     def run(self, jobs: Iterable[Job]) -> None:
-        left, matrices = [], []
+        left: list[Job] = []
+        matrices: list[Job] = []
         for job in self.serve(jobs):
             (matrices if type(job.layout.mechanism) in _AHEAD else left).append(job)
         run_matrices(matrices, TILE_NUMEL, _NativeRows(self))
@@ -164,7 +165,8 @@ class _NativeRows(EagerRows):
         super().directions([job for job, _ in rest], [each for _, each in rest])
 
     def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
-        moving, rest = [], []
+        moving: list[tuple[Job, Tensor]] = []
+        rest: list[tuple[Job, Tensor]] = []
         for job, direction in zip(jobs, directions):
             # a gradient that is no number has to show in its element, which C code would not know of
             whole = math.isfinite(job.grad.sum().item())

@@ -4,7 +4,7 @@
 >>> str(configuration)
 'adamw[m=int8,v=int8]'
 >>> configuration.state_bytes((768, 3072))
-4792320
+4737024
 >>> parse(str(configuration)) == configuration
 True
 """
@@ -181,7 +181,8 @@ def _parsed(spelling: str) -> Configuration:
     codecs = {slot.name: mechanism.default_codecs.get(slot.name, "fp32") for slot in mechanism.slots}
     named = _read_slots(spelling, mechanism, match["slots"]) if match["slots"] else {}
     if match["bits"]:
-        codecs = {slot: _at_bits(codec, int(match["bits"])) for slot, codec in codecs.items()}
+        only = {slot.name for slot in mechanism.slots if slot.codecs}
+        codecs = {k: codec if k in only else _at_bits(codec, int(match["bits"])) for k, codec in codecs.items()}
     else:
         left_out = {slot.name for slot in mechanism.slots if slot.optional and slot.name not in named}
         codecs = {slot: codec for slot, codec in (codecs | named).items() if slot not in left_out}
@@ -237,8 +238,10 @@ def _at_bits(codec: str, bits: int) -> str:
     dense = _BITS_TO_CODEC[bits]
     if codec == "fp32":
         return dense
-    narrower = f"{codec}-{dense}"
-    return narrower if narrower in CODECS else codec
+    found = codec if dense == "fp32" else f"{codec}-{dense}"
+    if found not in CODECS:
+        raise ConfigurationError(f"there is no {codec!r} in {bits} bits. Known: {_known(CODECS)}.")
+    return found
 
 
 def _read_slots(spelling: str, mechanism: Mechanism, text: str) -> dict[str, str]:
@@ -298,14 +301,13 @@ def _alias_of(configuration: Configuration) -> str:
         return f"{replace(configuration, otherwise=None).alias} else {configuration.otherwise.alias}"
     if not configuration.codec_names:
         return configuration.mechanism_name
-    for bits, codec in _BITS_TO_CODEC.items():
-        if codec in dict(configuration.codec_names).values():
-            short = f"{configuration.mechanism_name}-{bits}"
-            try:
-                if parse(short) == configuration:
-                    return short
-            except ConfigurationError:  # no such width for one of the slots
-                continue
+    for bits in _BITS_TO_CODEC:
+        short = f"{configuration.mechanism_name}-{bits}"
+        try:
+            if parse(short) == configuration:
+                return short
+        except ConfigurationError:  # one of the slots has no such width
+            continue
     return str(configuration)
 
 

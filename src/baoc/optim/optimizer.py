@@ -52,8 +52,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         >>> print(optimizer.plan)
         block  tensors  parameters  configuration            state  lr scale
         -----  -------  ----------  --------------------  --------  --------
-        all          2       32.9K  adamw[m=int8,v=int8]  66.0 KiB         -
-        66.0 KiB of state, 51.2% of AdamW16's 129.0 KiB
+        all          2       32.9K  adamw[m=int8,v=int8]  65.2 KiB         -
+        65.2 KiB of state, 50.6% of AdamW16's 129.0 KiB
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         >>> optimizer = BlockOptimizer(model, plan="adamw-32")
         >>> optimizer.set_plan("sgdm-8")
         >>> optimizer.plan.state_bytes
-        4608
+        4416
         """
         shapes = self._shapes()
         if not isinstance(plan, Plan):

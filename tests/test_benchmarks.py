@@ -11,7 +11,7 @@ import torch
 
 from baoc import BlockOptimizer
 from benchmarks import figure, profile, report, solve, step, targets
-from benchmarks.rows import CONFIGURATIONS, FUSED, Row, planned, rows, uniform
+from benchmarks.rows import BALANCED, CONFIGURATIONS, FUSED, Row, planned, rows, uniform
 from benchmarks.timing import interleaved, paired_ratio
 from benchmarks.traffic import bytes_moved
 from benchmarks.workloads import GPT2, SMALL, WORKLOADS, matrices, parameters
@@ -110,7 +110,7 @@ def measured(name: str, seconds: float) -> dict:
 
 @pytest.fixture
 def results() -> dict:
-    ours = [*map(uniform, CONFIGURATIONS), planned(0.5), planned(0.25)]
+    ours = [*map(uniform, (*CONFIGURATIONS, *BALANCED)), planned(0.5), planned(0.25)]
     times = {row.name: 0.06 for row in ours} | {FUSED.name: 0.1, "torchao AdamW8bit": 3.0}
     missing = {"name": "bitsandbytes AdamW8bit", "status": step.NOT_INSTALLED, "seconds": []}
     sweep_times = {row.name: {"median": 0.01, "low": 0.01, "high": 0.02} for row in step.SWEEP_ROWS}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from baoc.core.codecs.base import Codec, Format, Held, SummedFormat, joined
 from baoc.core.codecs.dense import BF16, FP32, BF16Format, FP32Format
 from baoc.core.codecs.int8 import Int8, Int8Format, fits
 from baoc.core.roles import matrix_shape
-from baoc.core.rounding import Rounding
+from baoc.core.rounding import NEAREST, Rounding
 from baoc.core.spec import SMALL_NUMEL, Buffer, Scalar, Shape, Slot
 
 
@@ -83,6 +83,27 @@ class FactoredFormat(SummedFormat):
             cols = slice(0, partial.shape[0])
             _blend(self.col, _part(held, "col", self.col), cols, partial, keep, add, Rounding(rounding.phase))
 
+    def adopted(self, found: Held) -> dict[str, Tensor] | None:
+        """From factors of the last two dims, and from int8 factors of an earlier format."""
+        before = replace(self, slot=replace(self.slot, torch_dims=True))
+        parts: dict[str, Tensor] = {}
+        for name, factor in before.factors:
+            mine = {own: found[joined(name, own)] for own in _own_names(found, name)}
+            if not _fits(factor, mine):
+                mine = factor.adopted(mine) or {}
+            parts |= {joined(name, own): tensor for own, tensor in mine.items()}
+        if set(parts) != {buffer.name for buffer in before.buffers}:
+            return None
+        if before == self or before.matrix == self.matrix:
+            return parts
+        held = self.zeros(next(iter(parts.values())).device)
+        partial = None
+        for row in range(self.held_shape[0]):
+            rows = slice(row, row + 1)
+            partial = self.absorb(held, rows, before.decode(parts, rows), 0.0, 1.0, NEAREST, partial)
+        self.finish(held, 0.0, 1.0, NEAREST, partial)
+        return held
+
     def problem(self, held: Held) -> str | None:
         problems = (factor.problem(_part(held, name, factor)) for name, factor in self.factors)
         return next((problem for problem in problems if problem), None)
@@ -100,6 +121,14 @@ def flattened(x: Tensor, matrix: Shape, shape: Shape) -> Tensor:
 def unflattened(x: Tensor, matrix: Shape, shape: Shape) -> Tensor:
     """And back."""
     return x if matrix == shape else x.reshape(-1, *shape[1:])
+
+
+def _own_names(found: Held, factor: str) -> list[str]:
+    return [key[len(factor) + 1 :] for key in found if key == factor or key.startswith(f"{factor}.")]
+
+
+def _fits(stored: Format, found: Held) -> bool:
+    return {each.name: each.shape for each in stored.buffers} == {k: tuple(t.shape) for k, t in found.items()}
 
 
 def _part(held: Held, name: str, factor: Format) -> dict[str, Tensor]:

@@ -53,7 +53,8 @@ class Adam(Mechanism):
             return None
         square = means["m"].square()
         # What a coarse format rounded to zero has seen gradients all the same: it gets its row's mean.
-        square = torch.where(square > 0, square, square.flatten(1).mean(1).view(-1, *[1] * (square.dim() - 1)))
+        of_row = square.reshape(square.shape[0], -1).mean(1).view(-1, *[1] * (square.dim() - 1))
+        square = torch.where(square > 0, square, of_row)
         return square * ((1.0 + hyper.beta1) / (1.0 - hyper.beta1))
 
     def late_age(self, slot: str, rms: float, hyper: Hyper) -> int:

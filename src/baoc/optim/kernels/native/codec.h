@@ -24,16 +24,11 @@ INLINE vuint sequence_at(uint32_t phase, int64_t first)
 
 INLINE vuint next_sequence(vuint sequence) { return sequence + LANES * PHASE_PER_ELEMENT; }
 
-/* Noise is added to the bits that a code drops, counted here as if they were 16: a fraction f of the gap between two
- * codes is rounded up if f + noise / 65536 >= 1. It has 12 bits and lies half a step away from 0 and 1, so that a value
- * which is representable up to fp32 rounding stays where it is. */
-#define LEAST_NOISE 8
-
-INLINE vint noise(vuint sequence, int dropped)
-{
-    const uint32_t bits = 0xfff0u << (dropped - 16), least = LEAST_NOISE << (dropped - 16);
-    return (vint)((sequence >> (23 - dropped) & bits) | least);
-}
+/* Noise is added to the bits that a code drops. It has 12 bits and lies half a step away from 0 and 1, so that a value
+ * which is representable up to fp32 rounding stays where it is: this half step is the least noise, to which the rest is
+ * added. */
+INLINE int32_t least_noise(int dropped) { return 1 << (dropped - 13); }
+INLINE vint noise(vuint sequence, int dropped) { return (vint)(sequence >> (23 - dropped) & 0xfffu << (dropped - 12)); }
 
 /* ---- bf16 ---- */
 
@@ -42,7 +37,10 @@ INLINE vint noise(vuint sequence, int dropped)
 INLINE vfloat decode_bf16(vint data) { return (vfloat)(data << 16); }
 
 /* bf16 is the upper half of fp32: noise added to the lower half carries into the upper one in the right share of cases. */
-INLINE vint encode_bf16(vfloat x, vint noise) { return (vint)(((vuint)x + (vuint)noise) >> 16); }
+INLINE vint encode_bf16(vfloat x, vint noise)
+{
+    return (vint)(((vuint)x + (vuint)(noise + least_noise(BF16_DROPPED))) >> BF16_DROPPED);
+}
 
 /* To nearest, ties to even, as torch rounds parameters. */
 INLINE vint round_to_bf16(vfloat x)
@@ -67,13 +65,6 @@ INLINE int32_t base_of(int is_signed, int exponent)
     return ((exponent + 1) << 23) - (is_signed ? 128 << SIGNED_DROPPED : 256 << UNSIGNED_DROPPED);
 }
 
-INLINE float as_float(int32_t bits)
-{
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
 INLINE vfloat decode_signed(vint code, int32_t base)
 {
     const vfloat number = (vfloat)((absolute(code) << SIGNED_DROPPED) + base);
@@ -90,13 +81,20 @@ INLINE vint encode_signed(vfloat x, int32_t base, vint noise)
 {
     const vfloat size = magnitude(x);
     const vint linear = (vint)fused_add(size, vfloat_of(0.5f), vfloat_of(as_float(base)));
-    return signed_like((larger_int((vint)size, linear) - base + noise) >> SIGNED_DROPPED, x);
+    const vint above = larger_int((vint)size, linear) - (base - least_noise(SIGNED_DROPPED)) + noise;
+    return signed_like(above >> SIGNED_DROPPED, x);
 }
 
-/* v must never become zero under a momentum that is not: its smallest code is above zero */
+/* Of positive numbers: v must never become zero under a momentum that is not, so its smallest code is above zero. */
+INLINE vint encode_positive(vfloat x, int32_t base, vint noise)
+{
+    const vint above = (vint)x - (base - least_noise(UNSIGNED_DROPPED)) + noise;
+    return larger_int(above >> UNSIGNED_DROPPED, vint_of(1));
+}
+
 INLINE vint encode_unsigned(vfloat x, int32_t base, vint noise)
 {
-    return larger_int(((vint)x - base + noise) >> UNSIGNED_DROPPED, smaller_int((vint)x, vint_of(1)));
+    return smaller_int(encode_positive(x, base, noise), (vint)x); /* zero stays zero */
 }
 
 #endif

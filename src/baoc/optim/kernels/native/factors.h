@@ -119,7 +119,7 @@ INLINE vfloat squared_direction(int v_type, const numbers *c, vfloat raw, vfloat
 {
     const vfloat g = without_spikes(raw);
     if (v_type == FACTORED) {
-        const vfloat direction_ = direction(ADAFACTOR, FACTORED, c, g, v, v);
+        const vfloat direction_ = direction(ADAFACTOR, 0, FACTORED, c, g, v, v);
         return direction_ * direction_;
     }
     const vfloat fresh = fused_add(v, vfloat_of(c->v_keep), g * g * c->v_add), floor = vfloat_of(c->v_floor);

@@ -4,7 +4,7 @@
 
 #include "job.h"
 
-#define TILE 512 /* elements: a tile's gradient, slots and parameter fit the L1 cache as fp32 */
+#define TILE 1024 /* elements: a tile's gradient, slots and parameter fit the L1 cache as fp32 */
 
 typedef struct {
     double direction, param;

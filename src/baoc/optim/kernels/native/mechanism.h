@@ -2,22 +2,25 @@
 #ifndef BAOC_MECHANISM_H
 #define BAOC_MECHANISM_H
 
+#include "codec.h"
 #include "kernel.h"
-#include "simd.h"
 
 typedef struct {
     float step, shrink;
     float m_keep, m_add, v_keep, v_add;
     float of_m, of_grad;
     float root_scale, v_floor, root_floor, inverse_ceiling, eps;
+    float root_over_step, eps_over_step;     /* Adam's denominator, divided by the step's length */
+    float least_square, m_suspect, v_suspect; /* see tile.h */
 } numbers;
 
 static numbers numbers_of(const job *job, double factor)
 {
     const job_scalars *s = job->scalars;
     const int adam = job->words->mechanism == ADAM;
+    const double step = adam ? s->step / s->m_mass : s->step * factor;
     numbers c = {
-        .step = (float)(adam ? s->step / s->m_mass : s->step * factor),
+        .step = (float)step,
         .shrink = (float)s->shrink,
         .m_keep = (float)s->m_keep,
         .m_add = (float)s->m_add,
@@ -30,7 +33,16 @@ static numbers numbers_of(const job *job, double factor)
         .root_floor = (float)sqrt(s->v_floor),
         .inverse_ceiling = (float)(1.0 / sqrt(s->v_floor)),
         .eps = (float)s->eps,
+        .root_over_step = (float)(adam ? 1.0 / s->v_mass_sqrt / step : 0.0),
+        .eps_over_step = (float)(s->eps / step),
+        .least_square = (float)(FLT_MIN / s->v_add),
+        .m_suspect = (float)(SPIKE * fabs(s->m_add) / 4),
+        .v_suspect = (float)((double)SPIKE * SPIKE * s->v_add / 4),
     };
+    if (!isfinite(c.root_over_step) || !isfinite(c.eps_over_step)) { /* a step of no length */
+        c.root_over_step = 0.0f;
+        c.eps_over_step = INFINITY;
+    }
     return c;
 }
 
@@ -40,12 +52,16 @@ INLINE vfloat look_ahead(const numbers *c, vfloat g, vfloat m)
     return fused_add(m, vfloat_of(c->of_m), g * c->of_grad);
 }
 
-/* How far the parameter moves. Adafactor gets 1 / v_root if v is factored, and balanced updates their factor. */
-INLINE vfloat direction(int mechanism, int v_type, const numbers *c, vfloat g, vfloat m, vfloat v_root)
+/* How far the parameter moves. Adafactor gets 1 / v_root if v is factored, and balanced updates get their factor. Adam with
+ * exact state is torch's to the last bits; what is rounded anyway does with a multiplication less. */
+INLINE vfloat direction(int mechanism, int m_type, int v_type, const numbers *c, vfloat g, vfloat m, vfloat v_root)
 {
     switch (mechanism) {
     case MOMENTUM: return m * c->step;
-    case ADAM: return m * c->step / fused_add(v_root, vfloat_of(c->root_scale), vfloat_of(c->eps));
+    case ADAM:
+        if (m_type == FP32 && v_type == FP32)
+            return m * c->step / fused_add(v_root, vfloat_of(c->root_scale), vfloat_of(c->eps));
+        return m / fused_add(v_root, vfloat_of(c->root_over_step), vfloat_of(c->eps_over_step));
     case ADAFACTOR: {
         const vfloat floor = vfloat_of(c->root_floor), ceiling = vfloat_of(c->inverse_ceiling);
         if (v_type == FACTORED)

@@ -3,6 +3,7 @@
 #ifndef BAOC_SIMD_H
 #define BAOC_SIMD_H
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -28,6 +29,28 @@ typedef uint32_t vuint __attribute__((vector_size(4 * LANES)));
 INLINE vfloat vfloat_of(float x) { return x - (vfloat){0}; }
 INLINE vint vint_of(int32_t x) { return x - (vint){0}; }
 
+INLINE float as_float(int32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+INLINE int32_t bits_of(float x)
+{
+    int32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* Lanes from `count` on become `other`. */
+INLINE vint with_others(vint x, int count, int32_t other)
+{
+    for (int i = count; i < LANES; i++)
+        x[i] = other;
+    return x;
+}
+
 INLINE vfloat magnitude(vfloat x) { return (vfloat)((vint)x & 0x7fffffff); }
 
 /* Loads and stores of up to LANES elements; a partial one goes through a zeroed buffer. */
@@ -46,7 +69,7 @@ INLINE vfloat magnitude(vfloat x) { return (vfloat)((vint)x & 0x7fffffff); }
 #define DEFINE_STORE(name, type, element, full)            \
     INLINE void name(element *to, type x, int count)       \
     {                                                      \
-        if (count == LANES) {                              \
+        if (count >= LANES) {                              \
             full(to, x);                                   \
         } else {                                           \
             element part[LANES];                           \
@@ -70,17 +93,12 @@ INLINE void store_all(float *to, vfloat x) { memcpy(to, &x, sizeof x); }
 #if defined(USE_AVX512)
 
 typedef __mmask16 vmask;
-INLINE vmask no_lane(void) { return 0; }
 INLINE int any_lane(vmask where) { return where != 0; }
 INLINE vmask less(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
-INLINE vmask at_most(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LE_OQ); }
 INLINE vmask equal(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ); }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)_mm512_mask_blend_ps(where, (__m512)no, (__m512)yes); }
 INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)_mm512_maskz_mov_ps(where, (__m512)x); }
-INLINE vmask all_lanes(void) { return 0xffff; }
-INLINE int every_lane(vmask where) { return where == 0xffff; }
 INLINE vint choose_int(vmask where, vint yes, vint no) { return (vint)_mm512_mask_blend_epi32(where, (__m512i)no, (__m512i)yes); }
-INLINE vint add_one(vmask where, vint x) { return (vint)_mm512_mask_add_epi32((__m512i)x, where, (__m512i)x, _mm512_set1_epi32(1)); }
 INLINE vfloat fused_add(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE vfloat fused_subtract(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE vfloat minus_product(vfloat c, vfloat a, vfloat b) { return (vfloat)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c); }
@@ -127,17 +145,12 @@ INLINE void store_four_u8(uint8_t *to, const vint *x)
 #elif defined(USE_AVX2)
 
 typedef vint vmask;
-INLINE vmask no_lane(void) { return (vmask){0}; }
 INLINE int any_lane(vmask where) { return _mm256_movemask_ps((__m256)where) != 0; }
 INLINE vmask less(vfloat a, vfloat b) { return a < b; }
-INLINE vmask at_most(vfloat a, vfloat b) { return a <= b; }
 INLINE vmask equal(vfloat a, vfloat b) { return a == b; }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)where); }
 INLINE vint choose_int(vmask where, vint yes, vint no) { return (vint)choose(where, (vfloat)yes, (vfloat)no); }
 INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)((vint)x & where); }
-INLINE vmask all_lanes(void) { return ~(vmask){0}; }
-INLINE int every_lane(vmask where) { return _mm256_movemask_ps((__m256)where) == 0xff; }
-INLINE vint add_one(vmask where, vint x) { return x - where; }
 INLINE vfloat fused_add(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 INLINE vfloat fused_subtract(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm256_fmsub_ps((__m256)a, (__m256)b, (__m256)c); }
 INLINE vfloat minus_product(vfloat c, vfloat a, vfloat b) { return (vfloat)_mm256_fnmadd_ps((__m256)a, (__m256)b, (__m256)c); }
@@ -162,9 +175,8 @@ INLINE vint widen_u8(const uint8_t *from) { return (vint)_mm256_cvtepu8_epi32(_m
 
 INLINE void narrow_16(uint16_t *to, vint x)
 {
-    __m256i low = _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0xffff));
-    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
-    _mm_storeu_si128((__m128i *)to, _mm256_castsi256_si128(packed));
+    __m128i low = _mm256_castsi256_si128((__m256i)x), high = _mm256_extracti128_si256((__m256i)x, 1);
+    _mm_storeu_si128((__m128i *)to, _mm_packus_epi32(low, high));
 }
 
 INLINE __m128i halves(vint x)
@@ -193,7 +205,6 @@ INLINE void store_four_u8(uint8_t *to, const vint *x)
 #else
 
 typedef vint vmask;
-INLINE vmask no_lane(void) { return (vmask){0}; }
 
 INLINE int any_lane(vmask where)
 {
@@ -204,14 +215,10 @@ INLINE int any_lane(vmask where)
 }
 
 INLINE vmask less(vfloat a, vfloat b) { return a < b; }
-INLINE vmask at_most(vfloat a, vfloat b) { return a <= b; }
 INLINE vmask equal(vfloat a, vfloat b) { return a == b; }
 INLINE vint choose_int(vmask where, vint yes, vint no) { return (where & yes) | (~where & no); }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)choose_int(where, (vint)yes, (vint)no); }
 INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)((vint)x & where); }
-INLINE vmask all_lanes(void) { return ~(vmask){0}; }
-INLINE int every_lane(vmask where) { return !any_lane(~where); }
-INLINE vint add_one(vmask where, vint x) { return x - where; }
 INLINE vfloat fused_add(vfloat a, vfloat b, vfloat c) { return a * b + c; }
 INLINE vfloat fused_subtract(vfloat a, vfloat b, vfloat c) { return a * b - c; }
 INLINE vfloat minus_product(vfloat c, vfloat a, vfloat b) { return c - a * b; }

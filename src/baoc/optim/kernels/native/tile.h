@@ -10,18 +10,25 @@
 
 /* A slot's numbers for the elements of a tile. */
 typedef struct {
-    void *data;         /* dense numbers, codes, or the expanded root of a factored v */
+    void *data;         /* dense numbers or codes */
     uint8_t *exponents; /* int8: one for each group */
-    float *fresh;       /* scratch for new values that cannot be stored yet */
+    float *fresh;       /* scratch for new values that cannot be stored yet; of a factored v, its expanded root */
     uint32_t phase;
 } slot;
 
+/* What all of a tile's elements go by. Loops have a copy of their own: what they store cannot change it, and the compiler
+ * knows. */
 typedef struct {
     numbers c;
     int64_t first; /* flat index in the tensor */
     const float *g;
     float *p;
     slot m, v;
+} common;
+
+typedef struct {
+    common all;
+    float *clean_g; /* scratch for gradients without spikes */
     int groups;
     int starts[MOST_GROUPS + 1]; /* of the groups, and the end of the last; one group if no slot is int8 */
 } tile;
@@ -55,22 +62,20 @@ INLINE vfloat shrunk(vfloat m, vfloat g, vfloat kept, vfloat v)
 
 INLINE vint noise_of_m(vuint sequence, int dropped, vfloat g)
 {
-    return choose_int(is_idle(g), vint_of(LEAST_NOISE << (dropped - 16)), noise(sequence, dropped));
+    return choose_int(is_idle(g), vint_of(0), noise(sequence, dropped));
 }
 
-/* What goes from one vector to the next: where rounding stands, and the largest |value| of the group so far, lane by
- * lane. Sizes are compared as integers, which orders |x| the same way. */
+/* What goes from one vector to the next: where rounding stands, and, lane by lane, the largest |value| of the group so far
+ * and its smallest |gradient|, or the square of that. Sizes are compared as integers, which orders |x| the same way. */
 typedef struct {
     vuint m_sequence, v_sequence;
-    vint m_top, v_top;
-    vmask idle; /* lanes that had an element without gradient */
-    vmask sane; /* lanes that had no spike */
+    vint m_top, v_top, g_least;
 } progress;
 
-INLINE progress start(const tile *t, int i)
+INLINE progress start(const common *t, int i)
 {
-    progress at = {sequence_at(t->m.phase, t->first + i), sequence_at(t->v.phase, t->first + i), {0}, {0}, no_lane(),
-                   all_lanes()};
+    progress at = {sequence_at(t->m.phase, t->first + i), sequence_at(t->v.phase, t->first + i), {0}, {0},
+                   vint_of(INT32_MAX)};
     return at;
 }
 
@@ -87,51 +92,136 @@ INLINE int shares(int mechanism, int m_type, int v_type)
     return mechanism >= ADAFACTOR || m_type == INT8 || v_type == INT8 || v_type == FACTORED;
 }
 
-/* The first three arguments are known to the compiler wherever this is called, so each use becomes a loop of its own
- * without branches. */
-INLINE progress advance_vector(int mechanism, int m_type, int v_type, const tile *t, bases base, progress at, int i,
-                               int count)
+/* A vector's gradients and the new values of their slots; for a factored v, which has taken in the gradient already, its
+ * root. */
+typedef struct {
+    vfloat g, m, v;
+} values;
+
+/* Here and below, mechanism and types are known to the compiler wherever a function is called, so each use becomes a loop
+ * of its own without branches. */
+INLINE values blend_vector(int m_type, int v_type, const common *t, bases base, int i, int count)
 {
-    vfloat g = load(t->g + i, count), m = {0}, v = {0};
-    if (shares(mechanism, m_type, v_type)) {
-        const vmask sane = is_sane(g);
-        at.sane &= sane;
-        g = keep_lanes(sane, g);
-    }
+    values x = {.g = load(t->g + i, count)};
     if (m_type)
-        m = fused_add(read(m_type, 1, &t->m, base.m, i, count), vfloat_of(t->c.m_keep), g * t->c.m_add);
-    if (v_type && v_type != FACTORED)
-        v = fused_add(read(v_type, 0, &t->v, base.v, i, count), vfloat_of(t->c.v_keep), g * g * t->c.v_add);
-    /* a factored v has taken in the gradient already, and its root comes expanded */
-    const vfloat v_root = v_type == FACTORED ? load((const float *)t->v.data + i, count) : v_type ? square_root(v) : v;
-    const vfloat move = direction(mechanism, v_type, &t->c, g, m, v_root);
-    store(t->p + i, fused_subtract(load(t->p + i, count), vfloat_of(t->c.shrink), move), count);
-    switch (v_type) {
-    case FP32: store((float *)t->v.data + i, v, count); break;
-    case BF16: {
-        const vint stored = encode_bf16(v, noise(at.v_sequence, BF16_DROPPED));
-        store_16((uint16_t *)t->v.data + i, stored, count);
-        if (m_type && any_lane(is_idle(g)))
-            m = shrunk(m, g, decode_bf16(stored), v);
-        break;
-    }
-    case INT8:
-        at.v_top = larger_int(at.v_top, (vint)v);
-        store(t->v.fresh + i, v, count);
-        break;
-    }
-    switch (m_type) {
-    case FP32: store((float *)t->m.data + i, m, count); break;
-    case BF16:
-        store_16((uint16_t *)t->m.data + i, encode_bf16(m, noise_of_m(at.m_sequence, BF16_DROPPED, g)), count);
-        break;
-    case INT8: at.m_top = larger_int(at.m_top, (vint)magnitude(m)); break;
-    }
-    if (m_type == INT8 || v_type == INT8) {
-        store(t->m.fresh + i, m, count); /* for v too: m may shrink with what v loses */
-        at.idle |= is_idle(g);
-    }
+        x.m = fused_add(read(m_type, 1, &t->m, base.m, i, count), vfloat_of(t->c.m_keep), x.g * t->c.m_add);
+    if (v_type == FACTORED)
+        x.v = load(t->v.fresh + i, count);
+    else if (v_type)
+        x.v = fused_add(read(v_type, 0, &t->v, base.v, i, count), vfloat_of(t->c.v_keep), x.g * x.g * t->c.v_add);
+    return x;
+}
+
+/* The second moment is kept for each element. */
+INLINE int is_full(int v_type) { return v_type && v_type != FACTORED; }
+
+INLINE void move_vector(int mechanism, int m_type, int v_type, const common *t, values x, int i, int count)
+{
+    const vfloat v_root = is_full(v_type) ? square_root(x.v) : x.v;
+    const vfloat by = direction(mechanism, m_type, v_type, &t->c, x.g, x.m, v_root);
+    store(t->p + i, fused_subtract(load(t->p + i, count), vfloat_of(t->c.shrink), by), count);
+}
+
+INLINE void store_m(int m_type, const common *t, values x, progress at, int i, int count)
+{
+    if (m_type == FP32)
+        store((float *)t->m.data + i, x.m, count);
+    if (m_type == BF16)
+        store_16((uint16_t *)t->m.data + i, encode_bf16(x.m, noise_of_m(at.m_sequence, BF16_DROPPED, x.g)), count);
+}
+
+/* Returns what was stored. */
+INLINE vfloat store_v(int v_type, const common *t, values x, progress at, int i, int count)
+{
+    if (v_type == FP32)
+        store((float *)t->v.data + i, x.v, count);
+    if (v_type != BF16)
+        return x.v;
+    const vint stored = encode_bf16(x.v, noise(at.v_sequence, BF16_DROPPED));
+    store_16((uint16_t *)t->v.data + i, stored, count);
+    return decode_bf16(stored);
+}
+
+/* Gradients that would spoil numbers for other elements are left out of the state ... */
+static void leave_spikes_out(tile *t, int i, int end)
+{
+    if (t->all.g != t->clean_g)
+        memcpy(t->clean_g, t->all.g, sizeof(float) * (size_t)t->starts[t->groups]);
+    t->all.g = t->clean_g;
+    for (; i < end; i++)
+        t->clean_g[i] = without_spike(t->clean_g[i]);
+}
+
+/* ... and still show: one that is no number makes its element none. */
+static void show_spikes(const float *g, float *p, int n)
+{
+    for (int i = 0; i < n; i++)
+        p[i] += g[i] - g[i];
+}
+
+/* ---- dense slots: one pass ---- */
+
+INLINE progress advance_vector(int mechanism, int m_type, int v_type, const common *t, progress at, int i, int count)
+{
+    const bases none = {0, 0};
+    values x = blend_vector(m_type, v_type, t, none, i, count);
+    move_vector(mechanism, m_type, v_type, t, x, i, count);
+    const vfloat kept = store_v(v_type, t, x, at, i, count);
+    if (m_type && v_type == BF16 && any_lane(is_idle(x.g)))
+        x.m = shrunk(x.m, x.g, kept, x.v);
+    store_m(m_type, t, x, at, i, count);
     return next(at);
+}
+
+static int has_spike(const float *g, int n)
+{
+    vint most = {0};
+    for (int i = 0; i < n; i += LANES)
+        most = larger_int(most, (vint)magnitude(load(g + i, lanes_left(n, i))));
+    return largest_lane(most) >= bits_of(SPIKE);
+}
+
+INLINE void advance_dense(int mechanism, int m_type, int v_type, tile *t)
+{
+    const int n = t->starts[t->groups];
+    if (shares(mechanism, m_type, v_type) && has_spike(t->all.g, n))
+        leave_spikes_out(t, 0, n);
+    const common all = t->all;
+    progress at = start(&all, 0);
+    int i = 0;
+    for (; i + LANES <= n; i += LANES)
+        at = advance_vector(mechanism, m_type, v_type, &all, at, i, LANES);
+    if (i < n)
+        advance_vector(mechanism, m_type, v_type, &all, at, i, n - i);
+}
+
+/* ---- int8 slots: new values first, then what depends on the largest of a group ---- */
+
+/* New values are kept until the second pass. */
+INLINE progress take_in_vector(int m_type, int v_type, const common *t, bases base, progress at, int i, int count)
+{
+    const values x = blend_vector(m_type, v_type, t, base, i, count);
+    const vint g_size = (vint)(is_full(v_type) ? x.g * x.g : magnitude(x.g));
+    at.g_least = smaller_int(at.g_least, count < LANES ? with_others(g_size, count, INT32_MAX) : g_size);
+    if (m_type)
+        store(t->m.fresh + i, x.m, count);
+    if (is_full(v_type))
+        store(t->v.fresh + i, x.v, count);
+    if (m_type == INT8)
+        at.m_top = larger_int(at.m_top, (vint)magnitude(x.m));
+    if (v_type == INT8)
+        at.v_top = larger_int(at.v_top, (vint)x.v);
+    return at;
+}
+
+INLINE values taken_in(int m_type, int v_type, const common *t, int i, int count)
+{
+    values x = {.g = load(t->g + i, count)};
+    if (m_type)
+        x.m = load(t->m.fresh + i, count);
+    if (v_type)
+        x.v = load(t->v.fresh + i, count);
+    return x;
 }
 
 /* A group's exponent is that of its largest number once rounded. Only where that one may round into the next octave need
@@ -144,16 +234,26 @@ static uint8_t exponent_of(const slot *s, int dropped, int64_t first, const floa
     for (; i < end; i += LANES) {
         const int count = lanes_left(end, i);
         const vuint sequence = sequence_at(s->phase, first + i);
-        const vint each = g ? noise_of_m(sequence, dropped, without_spikes(load(g + i, count))) : noise(sequence, dropped);
+        const vint each = g ? noise_of_m(sequence, dropped, load(g + i, count)) : noise(sequence, dropped);
         rounded_top = larger_int(rounded_top, (vint)magnitude(load(s->fresh + i, count)) + each);
     }
-    return stored_exponent(largest_lane(rounded_top));
+    return stored_exponent(largest_lane(rounded_top) + least_noise(dropped));
 }
 
-/* Encoding works in the L1 cache alone: meanwhile the memory bus can bring the next tile. */
+INLINE vint code_of_m(vfloat m, bases base, progress at)
+{
+    return encode_signed(m, base.m, noise(at.m_sequence, SIGNED_DROPPED));
+}
+
+INLINE vint code_of_positive_v(vfloat v, bases base, progress at)
+{
+    return encode_positive(v, base.v, noise(at.v_sequence, UNSIGNED_DROPPED));
+}
+
+/* This pass waits for roots and divisions more than for memory: meanwhile the bus can bring the next tile. */
 #define LINE 64 /* bytes */
 
-INLINE void fetch_ahead(int m_type, int v_type, const tile *t, int i, int count)
+INLINE void fetch_ahead(int m_type, int v_type, const common *t, int i, int count)
 {
     const uintptr_t g = (uintptr_t)t->g, p = (uintptr_t)t->p, m = (uintptr_t)t->m.data, v = (uintptr_t)t->v.data;
     const uintptr_t next = (uintptr_t)(i + TILE);
@@ -167,27 +267,19 @@ INLINE void fetch_ahead(int m_type, int v_type, const tile *t, int i, int count)
         __builtin_prefetch((const void *)(v + next), 1);
 }
 
-INLINE vint code_of_m(const tile *t, bases base, progress at, int i, int count)
-{
-    return encode_signed(load(t->m.fresh + i, count), base.m, noise(at.m_sequence, SIGNED_DROPPED));
-}
-
-INLINE vint code_of_v(const tile *t, bases base, progress at, int i, int count)
-{
-    return encode_unsigned(load(t->v.fresh + i, count), base.v, noise(at.v_sequence, UNSIGNED_DROPPED));
-}
-
-INLINE void encode_group(int m_type, int v_type, const tile *t, bases base, int i, int end)
+INLINE void settle_group(int mechanism, int m_type, int v_type, const common *t, bases base, int i, int end)
 {
     progress at = start(t, i);
     for (; i + 4 * LANES <= end; i += 4 * LANES) {
         vint m[4], v[4];
         fetch_ahead(m_type, v_type, t, i, 4 * LANES);
         for (int k = 0; k < 4; k++, at = next(at)) {
-            if (m_type == INT8)
-                m[k] = code_of_m(t, base, at, i + k * LANES, LANES);
-            if (v_type == INT8)
-                v[k] = code_of_v(t, base, at, i + k * LANES, LANES);
+            const values x = taken_in(m_type, v_type, t, i + k * LANES, LANES);
+            move_vector(mechanism, m_type, v_type, t, x, i + k * LANES, LANES);
+            m[k] = code_of_m(x.m, base, at);
+            v[k] = code_of_positive_v(x.v, base, at);
+            store_m(m_type, t, x, at, i + k * LANES, LANES);
+            store_v(v_type, t, x, at, i + k * LANES, LANES);
         }
         if (m_type == INT8)
             store_four_i8((int8_t *)t->m.data + i, m);
@@ -196,99 +288,131 @@ INLINE void encode_group(int m_type, int v_type, const tile *t, bases base, int 
     }
     for (; i < end; i += LANES, at = next(at)) {
         const int count = lanes_left(end, i);
+        const values x = taken_in(m_type, v_type, t, i, count);
+        move_vector(mechanism, m_type, v_type, t, x, i, count);
+        store_m(m_type, t, x, at, i, count);
+        store_v(v_type, t, x, at, i, count);
         if (m_type == INT8)
-            store_i8((int8_t *)t->m.data + i, code_of_m(t, base, at, i, count), count);
+            store_i8((int8_t *)t->m.data + i, code_of_m(x.m, base, at), count);
         if (v_type == INT8)
-            store_u8((uint8_t *)t->v.data + i, code_of_v(t, base, at, i, count), count);
+            store_u8((uint8_t *)t->v.data + i, code_of_positive_v(x.v, base, at), count);
     }
 }
 
-/* A group with idle elements goes one slot after the other. First v, with which m may shrink; returns m's largest size. */
-static int32_t encode_v_of_idle(int m_type, const tile *t, bases base, int i, int end)
+/* The same for a group with elements that have no gradient or no v: once the parameter has moved, m shrinks with what v
+ * loses, and only then has it a largest size. Stores all but codes of m; returns m's largest size. */
+INLINE int32_t settle_with_care(int mechanism, int m_type, int v_type, const common *t, bases base, int i, int end)
 {
     vint top = {0};
     progress at = start(t, i);
     for (; i < end; i += LANES, at = next(at)) {
         const int count = lanes_left(end, i);
-        const vfloat g = without_spikes(load(t->g + i, count)), v = load(t->v.fresh + i, count);
-        const vint code = code_of_v(t, base, at, i, count);
-        store_u8((uint8_t *)t->v.data + i, code, count);
-        const vfloat m = shrunk(load(t->m.fresh + i, count), g, decode_unsigned(code, base.v), v);
-        switch (m_type) {
-        case FP32: store((float *)t->m.data + i, m, count); break;
-        case BF16:
-            store_16((uint16_t *)t->m.data + i, encode_bf16(m, noise_of_m(at.m_sequence, BF16_DROPPED, g)), count);
-            break;
-        case INT8: store(t->m.fresh + i, m, count); break;
+        values x = taken_in(m_type, v_type, t, i, count);
+        move_vector(mechanism, m_type, v_type, t, x, i, count);
+        vfloat kept = store_v(v_type, t, x, at, i, count);
+        if (v_type == INT8) {
+            const vint code = encode_unsigned(x.v, base.v, noise(at.v_sequence, UNSIGNED_DROPPED));
+            store_u8((uint8_t *)t->v.data + i, code, count);
+            kept = decode_unsigned(code, base.v);
         }
-        top = larger_int(top, (vint)magnitude(m));
+        if (v_type == INT8 || v_type == BF16)
+            x.m = shrunk(x.m, x.g, kept, x.v);
+        store_m(m_type, t, x, at, i, count);
+        if (m_type)
+            store(t->m.fresh + i, x.m, count);
+        top = larger_int(top, (vint)magnitude(x.m));
     }
     return largest_lane(top);
 }
 
-static void encode_m_of_idle(const tile *t, int32_t base, int i, int end)
+static void encode_idle_m(const common *t, int32_t base, int i, int end)
 {
     progress at = start(t, i);
     for (; i < end; i += LANES, at = next(at)) {
         const int count = lanes_left(end, i);
-        const vint noise = noise_of_m(at.m_sequence, SIGNED_DROPPED, without_spikes(load(t->g + i, count)));
-        store_i8((int8_t *)t->m.data + i, encode_signed(load(t->m.fresh + i, count), base, noise), count);
+        const vint each = noise_of_m(at.m_sequence, SIGNED_DROPPED, load(t->g + i, count));
+        store_i8((int8_t *)t->m.data + i, encode_signed(load(t->m.fresh + i, count), base, each), count);
     }
 }
 
-/* What was left out of the state still shows: a gradient that is no number makes its element none. */
-static void show_spikes(const tile *t, int i, int end)
+INLINE bases bases_at(int m_type, int v_type, const common *t, int group)
 {
-    for (; i < end; i++)
-        t->p[i] += t->g[i] - t->g[i];
+    const bases base = {m_type == INT8 ? base_at(1, t->m.exponents[group]) : 0,
+                        v_type == INT8 ? base_at(0, t->v.exponents[group]) : 0};
+    return base;
 }
 
-/* Three rounds, so that the slow way from a group's values to its exponent is gone for all groups at once. */
-INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
+/* What the first pass finds out about a group. A spike shows in what it does to m or v, so that only suspects need a look
+ * at all gradients. Care is due where an element may be idle or its v zero: where a square is below `least_square`, it
+ * adds less than a normal number to v. */
+typedef struct {
+    int32_t m_top, v_top;
+    int needs_care, is_suspect;
+} findings;
+
+INLINE findings take_in_group(int m_type, int v_type, const common *t, bases base, int i, int end)
 {
-    int32_t m_tops[MOST_GROUPS], v_tops[MOST_GROUPS];
-    int idle[MOST_GROUPS];
+    progress at = start(t, i);
+    for (; i + LANES <= end; i += LANES)
+        at = take_in_vector(m_type, v_type, t, base, at, i, LANES);
+    if (i < end)
+        at = take_in_vector(m_type, v_type, t, base, at, i, end - i);
+    findings found = {m_type == INT8 ? largest_lane(at.m_top) : 0, v_type == INT8 ? largest_lane(at.v_top) : 0, 0, 0};
+    const int32_t least = -largest_lane(-at.g_least); /* negative if it is no number */
+    found.needs_care = least < (v_type == INT8 ? bits_of(t->c.least_square) : 1);
+    found.is_suspect = least < 0 || (v_type == INT8 ? found.v_top >= bits_of(t->c.v_suspect)
+                                                    : found.m_top >= bits_of(t->c.m_suspect));
+    return found;
+}
+
+/* Round by round for all groups, so that the slow way from a group's values to its exponent is gone for all at once.
+ * Functions that are not inlined get the tile's own `common`, for the loops' copy must not have an address. */
+INLINE void advance_groups(int mechanism, int m_type, int v_type, tile *t)
+{
+    common all = t->all;
+    findings found[MOST_GROUPS];
     for (int group = 0; group < t->groups; group++) {
-        const int end = t->starts[group + 1];
-        int i = t->starts[group];
-        const bases base = {m_type == INT8 ? base_at(1, t->m.exponents[group]) : 0,
-                            v_type == INT8 ? base_at(0, t->v.exponents[group]) : 0};
-        progress at = start(t, i);
-        for (; i + LANES <= end; i += LANES)
-            at = advance_vector(mechanism, m_type, v_type, t, base, at, i, LANES);
-        if (i < end)
-            at = advance_vector(mechanism, m_type, v_type, t, base, at, i, end - i);
-        idle[group] = m_type && any_lane(at.idle);
-        if (!every_lane(at.sane) && mechanism != AHEAD)
-            show_spikes(t, t->starts[group], end);
-        if (m_type == INT8)
-            m_tops[group] = largest_lane(at.m_top);
-        if (v_type == INT8)
-            v_tops[group] = largest_lane(at.v_top);
+        const bases base = bases_at(m_type, v_type, &all, group);
+        const int first = t->starts[group], end = t->starts[group + 1];
+        found[group] = take_in_group(m_type, v_type, &all, base, first, end);
+        if (found[group].is_suspect && has_spike(all.g + first, end - first)) {
+            leave_spikes_out(t, first, end);
+            all.g = t->all.g;
+            found[group] = take_in_group(m_type, v_type, &all, base, first, end);
+        }
     }
-    if (m_type != INT8 && v_type != INT8)
-        return;
     for (int group = 0; group < t->groups; group++) {
+        const findings *here = found + group;
         const int first = t->starts[group], end = t->starts[group + 1];
         if (v_type == INT8)
-            t->v.exponents[group] = exponent_of(&t->v, UNSIGNED_DROPPED, t->first, NULL, first, end, v_tops[group]);
-        if (m_type == INT8 && !idle[group])
-            t->m.exponents[group] = exponent_of(&t->m, SIGNED_DROPPED, t->first, NULL, first, end, m_tops[group]);
+            all.v.exponents[group] = exponent_of(&t->all.v, UNSIGNED_DROPPED, all.first, NULL, first, end, here->v_top);
+        if (m_type == INT8 && !here->needs_care)
+            all.m.exponents[group] = exponent_of(&t->all.m, SIGNED_DROPPED, all.first, NULL, first, end, here->m_top);
     }
     for (int group = 0; group < t->groups; group++) {
+        const bases base = bases_at(m_type, v_type, &all, group);
         const int first = t->starts[group], end = t->starts[group + 1];
-        bases base = {m_type == INT8 ? base_at(1, t->m.exponents[group]) : 0,
-                      v_type == INT8 ? base_at(0, t->v.exponents[group]) : 0};
-        if (!idle[group]) {
-            encode_group(m_type, v_type, t, base, first, end);
+        if (!found[group].needs_care) {
+            settle_group(mechanism, m_type, v_type, &all, base, first, end);
             continue;
         }
-        const int32_t top = v_type == INT8 ? encode_v_of_idle(m_type, t, base, first, end) : m_tops[group];
+        const int32_t top = settle_with_care(mechanism, m_type, v_type, &all, base, first, end);
         if (m_type == INT8) {
-            t->m.exponents[group] = exponent_of(&t->m, SIGNED_DROPPED, t->first, t->g, first, end, top);
-            encode_m_of_idle(t, base_at(1, t->m.exponents[group]), first, end);
+            all.m.exponents[group] = exponent_of(&t->all.m, SIGNED_DROPPED, all.first, all.g, first, end, top);
+            encode_idle_m(&t->all, base_at(1, all.m.exponents[group]), first, end);
         }
     }
+}
+
+INLINE void advance(int mechanism, int m_type, int v_type, tile *t)
+{
+    const float *given_g = t->all.g;
+    if (m_type == INT8 || v_type == INT8)
+        advance_groups(mechanism, m_type, v_type, t);
+    else
+        advance_dense(mechanism, m_type, v_type, t);
+    if (t->all.g != given_g && mechanism != AHEAD)
+        show_spikes(given_g, t->all.p, t->starts[t->groups]);
 }
 
 #define CASE(mechanism, m_type, v_type) \
@@ -300,16 +424,15 @@ INLINE void advance(int mechanism, int m_type, int v_type, const tile *t)
     CASE(mechanism, FP32, v_type) CASE(mechanism, BF16, v_type) CASE(mechanism, INT8, v_type)
 
 /* A momentum of four bits is unpacked by now. */
-static void advance_tile(const job_words *w, const tile *t)
+static void advance_tile(const job_words *w, tile *t)
 {
     const int64_t m_type = w->m.type == INT4 ? FP32 : w->m.type;
     switch (w->mechanism * 100 + m_type * 10 + w->v.type) {
         CASE(SGD, 0, 0)
         CASES_OF_M(MOMENTUM, 0)
-        CASES_OF_M(ADAM, FP32)
-        CASES_OF_M(ADAM, BF16)
-        CASES_OF_M(ADAM, INT8)
-        CASES_OF_M(ADAM, FACTORED)
+        CASES_OF_V(ADAM, FP32)
+        CASES_OF_V(ADAM, BF16)
+        CASES_OF_V(ADAM, INT8)
         CASES_OF_V(ADAFACTOR, 0)
         CASES_OF_M(LION, 0)
         CASES_OF_M(AHEAD, 0)
@@ -345,36 +468,35 @@ static void expand(const job_words *w, const factors *f, int64_t first, int n, f
 }
 
 /* Four bits: floats before, codes after. */
-static void advance_packed(const job_words *w, tile *t, int n, float *m, float *clean_g)
+static void advance_packed(const job_words *w, tile *t, float *m)
 {
-    const float *g = t->g;
-    for (int i = 0; i < n; i++)
-        clean_g[i] = without_spike(g[i]);
-    unpack_int4(&w->m, w->row, t->first, n, m);
-    t->g = clean_g;
-    t->m.data = m;
+    const int n = t->starts[t->groups];
+    const float *given_g = t->all.g;
+    if (has_spike(given_g, n))
+        leave_spikes_out(t, 0, n);
+    unpack_int4(&w->m, w->row, t->all.first, n, m);
+    t->all.m.data = m;
     advance_tile(w, t);
-    pack_int4(&w->m, w->row, t->first, n, m, clean_g, t->m.phase);
-    for (int i = 0; i < n && w->mechanism != AHEAD; i++)
-        t->p[i] += g[i] - g[i]; /* as above */
+    pack_int4(&w->m, w->row, t->all.first, n, m, t->all.g, t->all.m.phase);
+    if (t->all.g != given_g && w->mechanism != AHEAD)
+        show_spikes(given_g, t->all.p, n);
 }
 
 static void update_tile(const job *job, const factors *f, const numbers *c, int64_t first, int n)
 {
     const job_words *w = job->words;
-    float g[TILE], clean_g[TILE], p[TILE], m[TILE + 2 * LANES], v[TILE + 2 * LANES];
+    float g[TILE], clean_g[TILE], p[TILE], m[TILE], v[TILE], unpacked[TILE];
     group_cursor at = group_at(w->row, first);
     tile t;
-    t.c = *c;
-    t.first = first;
-    t.g = gradient(job, first, n, g);
-    t.p = floats_of(&w->param, first, n, p);
-    t.m = slot_at(&w->m, first, at.group, w->m_phase, m);
-    t.v = slot_at(&w->v, first, at.group, w->v_phase, v);
-    if (w->v.type == FACTORED) {
+    t.all.c = *c;
+    t.all.first = first;
+    t.all.g = gradient(job, first, n, g);
+    t.clean_g = clean_g;
+    t.all.p = floats_of(&w->param, first, n, p);
+    t.all.m = slot_at(&w->m, first, at.group, w->m_phase, m);
+    t.all.v = slot_at(&w->v, first, at.group, w->v_phase, v);
+    if (w->v.type == FACTORED)
         expand(w, f, first - f->first, n, v);
-        t.v.data = v;
-    }
     t.groups = 0;
     t.starts[0] = 0;
     while (t.starts[t.groups] < n) {
@@ -383,10 +505,10 @@ static void update_tile(const job *job, const factors *f, const numbers *c, int6
         t.groups++;
     }
     if (w->m.type == INT4)
-        advance_packed(w, &t, n, m, clean_g);
+        advance_packed(w, &t, unpacked);
     else
         advance_tile(w, &t);
-    write_param(&w->param, first, n, t.p);
+    write_param(&w->param, first, n, t.all.p);
 }
 
 static void ISA(update)(const job *job, const factors *f, double factor, int64_t first, int64_t n)

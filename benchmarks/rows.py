@@ -16,7 +16,7 @@ from baoc.core.spec import Hyper
 from baoc.optim.timing import StepRunner
 from baoc.planning.cost import TimeModel
 from baoc.planning.planner import Planner
-from benchmarks.workloads import GPT2
+from benchmarks.workloads import GPT2, SMALL
 
 Params = Mapping[str, Parameter]
 
@@ -33,7 +33,22 @@ CONFIGURATIONS = (
     "adamw[m=int8,v=factored]",
     "adafactor",
     "sgd",
+    "lion-8",
+    "lion-4",
+    "sgdwm-4",
+    "adamw[m=int4,v=factored]",
+    "adamw[m=int8,v=row-mean]",
+    "adamw[m=int8,v=col-mean]",
 )
+BALANCED = ("colnorm", "colnorm-8", "sinkhorn", "sinkhorn-8")
+"""For matrices alone."""
+ITERATED = (
+    "muon-8 else adamw[m=int8,v=factored]",
+    "muon-4 else adamw[m=int4,v=factored]",
+    "normuon-8 else adamw[m=int8,v=factored]",
+    "spectral else colnorm",
+)
+"""With Newton-Schulz iterations: for the matrices of a model."""
 BUDGETS = (0.5, 0.25)
 
 
@@ -69,6 +84,8 @@ def rows(workload: str) -> list[Row]:
     """All rows of a workload; plans are for models only."""
     return [
         *map(uniform, CONFIGURATIONS),
+        *(map(uniform, BALANCED) if workload != SMALL else ()),
+        *(map(uniform, ITERATED) if workload == GPT2 else ()),
         *(map(planned, BUDGETS) if workload == GPT2 else ()),
         FUSED,
         Row("torch AdamW foreach", lambda params: torch.optim.AdamW(params.values(), LR, foreach=True)),

@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 from baoc import BlockOptimizer, state_bytes
 from baoc.core.text import human_bytes, human_count
 from baoc.core.text import table as aligned
-from benchmarks import machine, targets
+from benchmarks import machine, matmul, targets, training_step
 from benchmarks.rows import FUSED, OURS, PEERS, Params, Row, rows, uniform
 from benchmarks.timing import Spread, interleaved, paired_ratio, spread, timed
 from benchmarks.traffic import bytes_moved
-from benchmarks.workloads import WORKLOADS, Shapes, matrices, parameters
+from benchmarks.workloads import GPT2, WORKLOADS, Shapes, matrices, parameters
 
 SWEEP = "sweep"
 CHOICES = (*WORKLOADS, SWEEP)
@@ -60,6 +60,8 @@ def run(
         _progress(f"{title}: {len(mine)} rows")
         measured[name] = {"title": title, **_measure(shapes(), mine, repeats, seconds_each)}
         _forget_compiled()
+        if name == GPT2:
+            _share_training(measured[name], quick)
         bandwidth.measure()  # again: neighbours on the machine come and go
     best = bandwidth.measure()
     for workload in measured.values():
@@ -96,6 +98,7 @@ def _measure(shapes: Shapes, candidates: Sequence[Row], repeats: int, seconds_ea
                 "state_bytes_per_parameter": state_bytes(optimizer) / numel,
                 "bytes_per_parameter": bytes_moved(optimizer) / numel,
                 "extra_peak_bytes": machine.extra_peak(optimizer.step),
+                "matmul_operations": matmul.operations(optimizer),
             }
     steps = {name: optimizer.step for name, optimizer in optimizers.items()}
     others = machine.OtherLoad()  # from here: the compilers that a first step starts are not others
@@ -127,6 +130,20 @@ def _share_bandwidth(workload: dict[str, Any], bandwidth: float) -> None:
         if row["status"] == MEASURED:
             moved = row["bytes_per_parameter"] * workload["parameters"]
             row["bandwidth_share"] = moved / row["step"]["median"] / bandwidth
+
+
+def _share_training(workload: dict[str, Any], quick: bool) -> None:
+    """What part of a training step the update is, and of the rate of matrix products those that make them reach."""
+    _progress("  forward and backward pass")
+    workload["training_step"] = training_step.forward_and_backward(quick)
+    workload["matmul_rate"] = matmul.rate(quick)
+    for row in workload["rows"]:
+        if row["status"] == MEASURED:
+            seconds = row["step"]["median"]
+            if workload["training_step"] is not None:
+                row["training_share"] = seconds / (seconds + workload["training_step"]["median"])
+            if row["matmul_operations"]:
+                row["matmul_share"] = row["matmul_operations"] / seconds / workload["matmul_rate"]
 
 
 def _start(row: Row, params: Params) -> tuple[Optimizer | None, dict[str, Any]]:
@@ -176,21 +193,32 @@ def table(result: dict[str, Any]) -> str:
         size = f"{human_count(workload['parameters'])} parameters in {tensors}"
         others = workload["other_load"]
         load = "" if others is None else f"; other processes took {others:.1%} of the processors' time"
-        parts.append(f"{workload['title']}: {size}{load}\n\n{workload_table(workload)}{_plans(workload)}")
+        parts.append(
+            f"{workload['title']}: {size}{load}\n\n{workload_table(workload)}{_plans(workload)}{_products(workload)}"
+        )
     if result["sweep"]:
         parts.append(f"step time against parameters, ms\n\n{sweep_table(result['sweep'])}")
     return "\n\n".join(parts)
 
 
 def workload_table(workload: dict[str, Any]) -> str:
-    header = ["optimizer", "first step", "step, ms", "x torch fused", "B/param", "bandwidth", "extra peak"]
+    header = [
+        "optimizer",
+        "first step",
+        "step, ms",
+        "x torch fused",
+        "B/param",
+        "bandwidth",
+        "extra peak",
+        "of training",
+    ]
     return aligned(header, [_cells(row) for row in workload["rows"]], right=header[1:])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     if row["status"] != MEASURED:
-        return [row["name"], row["status"], *["-"] * 5]
-    extra = row["extra_peak_bytes"]
+        return [row["name"], row["status"], *["-"] * 6]
+    extra, share = row["extra_peak_bytes"], row.get("training_share")
     return [
         row["name"],
         f"{row['first_seconds']:.2f} s",
@@ -199,6 +227,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['bytes_per_parameter']:.1f}",
         f"{row['bandwidth_share']:.0%}",
         "-" if extra is None else human_bytes(extra),
+        "-" if share is None else f"{share:.1%}",
     ]
 
 
@@ -212,6 +241,21 @@ def _plans(workload: dict[str, Any]) -> str:
     mixed = [row for row in workload["rows"] if len(row.get("plan", ())) > 1]
     lines = [
         f"{row['name']}: {', '.join(f'{name} {share:.0%}' for name, share in row['plan'].items())}" for row in mixed
+    ]
+    return "\n\n" + "\n".join(lines) if lines else ""
+
+
+def _products(workload: dict[str, Any]) -> str:
+    """What the passes and the matrix products of a training step take."""
+    lines = []
+    if workload.get("training_step"):
+        lines.append(f"forward and backward pass of 4 x 128 tokens: {_shown(workload['training_step'], 1e3, 0)} ms")
+    if workload.get("matmul_rate"):
+        lines.append(f"products of matrices: {workload['matmul_rate'] / 1e9:.0f} GFLOP/s")
+    lines += [
+        f"{row['name']}: {row['matmul_operations'] / 1e12:.2f} TFLOP, {row['matmul_share']:.0%} of that rate"
+        for row in workload["rows"]
+        if row.get("matmul_share")
     ]
     return "\n\n" + "\n".join(lines) if lines else ""
 

@@ -4,6 +4,8 @@ The rule, for ours and for peers alike: a step reads and writes every parameter 
 reads and writes every tensor of its state once. Two kinds of update cannot do with one pass:
 
 - a factored second moment needs the sums over all rows before it can scale the first: gradients are read once more;
+- balanced gradients need the sums over rows and columns first: gradients and state are read once more for each turn,
+  rows and columns in one;
 - Adafactor's step length needs the RMS of the whole direction and of the parameter before it moves any: gradients,
   state and parameters are all read once more.
 
@@ -26,9 +28,10 @@ def bytes_moved(optimizer: torch.optim.Optimizer) -> int:
     moved = 2 * state_bytes(optimizer)
     for configuration, shape in _forms(optimizer):
         layout = configuration.layout(shape)
-        again = layout.mechanism.reach is Reach.SUMS
+        turns = layout.mechanism.norms.count("col") or len(layout.mechanism.norms)
+        again = turns or layout.mechanism.reach is Reach.SUMS
         absorbs = any(stored.reach is Reach.SUMS for stored in layout.formats)
-        param_accesses, gradient_reads = 2 + again, 1 + again + absorbs
+        param_accesses, gradient_reads = 2 + (again and not turns), 1 + again + absorbs
         moved += 4 * math.prod(shape) * (param_accesses + gradient_reads) + again * layout.nbytes
     return moved
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from baoc import CATALOG, BlockOptimizer, Configuration, parse
+from baoc.core.configuration import BEYOND
 
 CONFIGURATIONS: tuple[Configuration, ...] = (
     *CATALOG,
+    *BEYOND,
     parse("adamw[m=bf16,v=int8]"),
     parse("adamw[m=int8,v=fp32]"),
     parse("adamw[m=int8,v=factored-bf16]"),
@@ -64,6 +66,6 @@ def trained(
     configuration: Configuration | str, shape: tuple[int, ...], steps: int, **settings: object
 ) -> tuple[BlockOptimizer, nn.Parameter]:
     param = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
-    optimizer = BlockOptimizer([param], plan=configuration, **settings)  # type: ignore[arg-type]
+    optimizer = BlockOptimizer([param], plan=f"{configuration} else adamw-32", **settings)  # type: ignore[arg-type]
     train(optimizer, param, gradients(shape, steps))
     return optimizer, param

@@ -192,7 +192,7 @@ def test_no_kernel_takes_it_for_what_it_knows(spelling):
         results = []
         for kernel in ("auto", "eager"):
             param = nn.Parameter(torch.ones(shape))
-            optimizer = BlockOptimizer([param], lr=1e-2, plan=spelling, kernel=kernel)
+            optimizer = BlockOptimizer([param], lr=1e-2, plan=f"{spelling} else adamw-32", kernel=kernel)
             train(optimizer, param, gradients(shape, 3))
             results.append(param.detach())
         if parse(spelling).layout(shape).mechanism.name == "polar" or not parse(spelling).layout(shape).shares:

@@ -11,7 +11,7 @@ import torch
 
 from baoc import BlockOptimizer
 from benchmarks import figure, profile, report, solve, step, targets
-from benchmarks.rows import CONFIGURATIONS, FUSED, Row, planned, rows, uniform
+from benchmarks.rows import BALANCED, CONFIGURATIONS, FUSED, Row, planned, rows, uniform
 from benchmarks.timing import interleaved, paired_ratio
 from benchmarks.traffic import bytes_moved
 from benchmarks.workloads import GPT2, SMALL, WORKLOADS, matrices, parameters
@@ -32,11 +32,14 @@ def stepped(build) -> torch.optim.Optimizer:
         ("sgd", 8 + 4),
         ("adamw-32", 8 + 4 + 2 * 8),
         ("adamw-16", 8 + 4 + 2 * 4),
-        ("adamw-8", 8 + 4 + 2 * (2 + 2 * 4 * GROUPS / COLUMNS)),
-        ("sgdm-8", 8 + 4 + 2 * (1 + 4 * GROUPS / COLUMNS)),
+        ("adamw-8", 8 + 4 + 2 * (2 + 2 * GROUPS / COLUMNS)),
+        ("sgdm-8", 8 + 4 + 2 * (1 + GROUPS / COLUMNS)),
         ("adamw[m=bf16,v=factored]", 8 + 2 * 4 + 2 * (2 + 4 / ROWS + 4 / COLUMNS)),
         ("adafactor", 12 + 3 * 4 + 3 * (4 / ROWS + 4 / COLUMNS)),
         ("adafactor[v=bf16]", 12 + 2 * 4 + 3 * 2),
+        ("lion-4", 8 + 4 + 2 * (0.5 + 4 / 64)),
+        ("colnorm", 8 + 2 * 4),
+        ("sinkhorn", 8 + 6 * 4),
     ],
 )
 def test_bytes_moved_by_ours(configuration, expected):
@@ -107,8 +110,8 @@ def measured(name: str, seconds: float) -> dict:
 
 @pytest.fixture
 def results() -> dict:
-    ours = [*map(uniform, CONFIGURATIONS), planned(0.5), planned(0.25)]
-    times = {row.name: 0.07 for row in ours} | {FUSED.name: 0.1, "torchao AdamW8bit": 3.0}
+    ours = [*map(uniform, (*CONFIGURATIONS, *BALANCED)), planned(0.5), planned(0.25)]
+    times = {row.name: 0.06 for row in ours} | {FUSED.name: 0.1, "torchao AdamW8bit": 3.0}
     missing = {"name": "bitsandbytes AdamW8bit", "status": step.NOT_INSTALLED, "seconds": []}
     sweep_times = {row.name: {"median": 0.01, "low": 0.01, "high": 0.02} for row in step.SWEEP_ROWS}
     case = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import math
 import pickle
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 import baoc
 from baoc import CATALOG, Block, BlockOptimizer, Plan, parse
+from baoc.core.codecs.int8 import from_groups, to_groups
+from baoc.core.rounding import NEAREST
 from tests.training import (
     REPRESENTATIVE,
     Net,
@@ -492,3 +495,56 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(case, plan):
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(state_dict())
     assert_same(snapshot(model, optimizer), before)
+
+
+def _companded(stored, value):
+    """How int8 was stored once: roots of shares of a group's largest, and that as fp32."""
+    groups = to_groups(value)
+    scales = groups.abs().amax(-1, keepdim=True)
+    share = groups.abs() / scales.clamp(min=1e-30)
+    codes = (share.sqrt() * 127 * groups.sign()) if stored.slot.signed else share.sqrt().sqrt() * 255
+    return from_groups(codes.round(), value.shape).to(stored.buffers[0].dtype), scales.squeeze(-1)
+
+
+def test_int8_state_of_the_earlier_format_is_read():
+    model, optimizer = trained("adamw-8")
+    saved = copy.deepcopy(optimizer.state_dict())
+    member = next(each for each in optimizer.members() if each.name == "first.weight")
+    expected = {}
+    index = [each.name for each in optimizer.members()].index("first.weight")
+    for stored in member.layout.formats:
+        value = stored.decode(stored.held_in(optimizer.state[member.param]), slice(0, 72))
+        codes, scales = _companded(stored, value)
+        entry = saved["state"][index]
+        del entry[f"{stored.slot.name}.exponents"]
+        entry |= {f"{stored.slot.name}.codes": codes, f"{stored.slot.name}.scales": scales}
+        expected[stored.slot.name] = value
+    other = BlockOptimizer(Net())
+    other.load_state_dict(saved)
+    assert other.plan == optimizer.plan and ages(other) == ages(optimizer)
+    for stored in member.layout.formats:
+        found = stored.decode(stored.held_in(other.state[other.members()[index].param]), slice(0, 72))
+        error = (found - expected[stored.slot.name]).norm() / expected[stored.slot.name].norm()
+        assert error < 0.05, stored.slot.name
+    train(model, other, range(3, 5))
+
+
+@pytest.mark.parametrize("codec", ["factored", "factored-bf16", "factored-int8"])
+def test_factors_of_the_last_two_dims_are_read(codec):
+    """A convolution's factors were those of torch's Adafactor once."""
+    shape = (64, 32, 3, 3)
+    param = nn.Parameter(torch.randn(shape))
+    optimizer = BlockOptimizer([param], plan=f"adamw[m=fp32,v={codec}]")
+    stored = optimizer.members()[0].layout.formats[1]
+    before = dataclasses.replace(stored, slot=dataclasses.replace(stored.slot, torch_dims=True))
+    value = torch.rand(shape) + 0.5
+    held = before.zeros(torch.device("cpu"))
+    before.encode(held, slice(0, 64), value, NEAREST)
+    entry = {"m": torch.zeros(shape), "m.age": 3, "v.age": 3} | {f"v.{name}": each for name, each in held.items()}
+    saved = optimizer.state_dict()
+    saved["state"] = {0: entry}
+    optimizer.load_state_dict(saved)
+    found = stored.decode(stored.held_in(optimizer.state[param]), slice(0, 64))
+    was = before.decode(held, slice(0, 64)).flatten(1)
+    torch.testing.assert_close(found.flatten(1).mean(1), was.mean(1), rtol=0.05, atol=0)
+    torch.testing.assert_close(found.flatten(1).mean(0), was.mean(0), rtol=0.1, atol=0)

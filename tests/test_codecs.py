@@ -86,7 +86,8 @@ def test_rounding_is_right_on_average(codec, slot):
     stack = torch.stack(decoded)
     step_between_codes = stack.amax(0) - stack.amin(0)
     error = (stack.mean(0) - value).abs()
-    assert (error <= 0.02 * step_between_codes + 1e-3 * value.abs()).all()
+    # what is less than the margin of the noise away from a code stays there
+    assert (error <= 0.02 * step_between_codes + 1e-3 * value.abs() + 1e-4).all()
 
 
 @by_codec_and_slot

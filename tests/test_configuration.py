@@ -60,7 +60,7 @@ def test_every_tuple_is_a_configuration_or_refused(code, bits):
         ("sgdm[m=factored]", "'m' is signed. Use fp32, bf16, int8"),
         ("adamw[m=int8,m=bf16]", "given twice"),
         ("adamw[m]", "has no codec"),
-        ("adamw-4", "cannot read"),
+        ("adamw-7", "cannot read"),
         ("", "cannot read"),
     ],
 )

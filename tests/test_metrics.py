@@ -275,10 +275,17 @@ def quantized(tensor: Sampled, x: list[float], bits: int, signed: bool) -> list[
 
 
 def nearest_levels(group: list[float], signed: bool) -> list[float]:
-    """Signed: 127 levels at the squares of equal steps. Unsigned: 255 at fourth powers, and zero only for zero."""
-    scale = max(abs(x) for x in group)
-    top, power = (127, 2) if signed else (255, 4)
-    levels = [scale * (k / top) ** power for k in range(top + 1)]
+    """Signed: 16 levels an octave, seven octaves, and 16 below them down to zero. Unsigned: 8 an octave, 32 octaves."""
+    top = max(abs(x) for x in group)
+    if top == 0:
+        return group
+    steps, octaves = (16, 8) if signed else (8, 32)
+    end = 2.0 ** (math.floor(math.log2(top)) + 1)
+    end *= 1 if top < end * (1 - 0.25 / steps) else 2  # the largest must not round to where the levels end
+    levels = [end * 2.0 ** (e - octaves) * (1 + k / steps) for e in range(octaves) for k in range(steps)]
+    if signed:
+        lowest = levels[steps]
+        levels = [lowest * k / steps for k in range(steps)] + levels[steps:]
     allowed = levels if signed else levels[1:]
     return [math.copysign(min(allowed, key=lambda y: abs(y - abs(x))), x) if x else 0.0 for x in group]
 

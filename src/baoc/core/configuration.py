@@ -4,7 +4,7 @@
 >>> str(configuration)
 'adamw[m=int8,v=int8]'
 >>> configuration.state_bytes((768, 3072))
-4792320
+4737024
 >>> parse(str(configuration)) == configuration
 True
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 import torch
@@ -24,8 +24,10 @@ from baoc.core.mechanisms import MECHANISMS, Mechanism
 from baoc.core.roles import Role, role_of
 from baoc.core.spec import Buffer, Reach, Shape, Slot
 
-_BITS_TO_CODEC = {32: "fp32", 16: "bf16", 8: "int8"}
-_SPELLING = re.compile(r"(?P<mechanism>[a-z]+)(?:-?(?P<bits>32|16|8)|\[(?P<slots>[^\]]*)\])?")
+_BITS_TO_CODEC = {32: "fp32", 16: "bf16", 8: "int8", 4: "int4"}
+_PAPER_BITS = (32, 16, 8)
+_SPELLING = re.compile(r"(?P<mechanism>[a-z]+)(?:-?(?P<bits>32|16|8|4)|\[(?P<slots>[^\]]*)\])?")
+_ELSE = re.compile(r"\s+else\s+")
 
 
 class ConfigurationError(ValueError):
@@ -55,13 +57,13 @@ class Layout:
     mechanism: Mechanism = field(init=False)
     reach: Reach = field(init=False)
     shares: bool = field(init=False)
-    """One element's gradient has a part in what happens to others."""
+    """One element's gradient has a part in what happens to others, or would not show what it was."""
     nbytes: int = field(init=False)
     age_keys: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:  # not when first asked: torch.compile cannot trace that
         mechanism = self.configuration.mechanism
-        shares = mechanism.reach > Reach.ROWS or any(each.shares for each in self.formats)
+        shares = mechanism.hides_spikes or mechanism.reach > Reach.ROWS or any(each.shares for each in self.formats)
         object.__setattr__(self, "mechanism", mechanism)
         object.__setattr__(self, "reach", max([mechanism.reach, *(each.reach for each in self.formats)]))
         object.__setattr__(self, "shares", shares)
@@ -75,11 +77,13 @@ class Configuration:
 
     mechanism_name: str
     codec_names: tuple[tuple[str, str], ...]  # (slot, codec), in the mechanism's slot order
+    otherwise: Configuration | None = None
+    """For parameters that the mechanism does not suit; ``None``: the mechanism's own fallback."""
 
     def __post_init__(self) -> None:
-        for slot in self.mechanism.slots:
+        for slot in self.slots:
             codec = self.codec(slot.name)
-            refusal = codec.refusal(slot)
+            refusal = _refusal(codec, slot)
             if refusal:
                 raise ConfigurationError(
                     f"{self}: {codec.name} cannot store {slot.name!r}: {refusal}. Use {_known(_codecs_for(slot))} for "
@@ -90,16 +94,22 @@ class Configuration:
     def mechanism(self) -> Mechanism:
         return MECHANISMS[self.mechanism_name]
 
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """What is held: the mechanism's slots without the optional ones that the spelling leaves out."""
+        held = {slot for slot, _ in self.codec_names}
+        return tuple(slot for slot in self.mechanism.slots if slot.name in held)
+
     def codec(self, slot: str) -> Codec:
         return CODECS[dict(self.codec_names)[slot]]
 
     @property
     def switches(self) -> Switches:
         mechanism = self.mechanism
-        codecs = [self.codec(slot.name) for slot in mechanism.slots]
+        codecs = [self.codec(slot.name) for slot in self.slots]
         return Switches(
             adaptive=mechanism.adaptive,
-            momentum=mechanism.momentum,
+            momentum=mechanism.momentum and any(slot.signed for slot in self.slots),
             decoupled=mechanism.decoupled,
             factored=any(codec.factored for codec in codecs),
             bits=min((codec.bits for codec in codecs), default=32),
@@ -111,8 +121,15 @@ class Configuration:
         return _alias_of(self)
 
     def suited(self, shape: Shape, role: Role) -> Configuration:
-        """Itself, or what its mechanism falls back to for a parameter that it is not made for."""
-        return self if self.mechanism.suits(shape, role) else parse(self.mechanism.fallback)
+        """Itself, or what it falls back to for a parameter that its mechanism is not made for.
+
+        >>> configuration = parse("muon-8 else adamw-16")
+        >>> str(configuration.suited((64, 64), Role.MATRIX)), str(configuration.suited((64,), Role.VECTOR))
+        ('muon[m=int8]', 'adamw[m=bf16,v=bf16]')
+        """
+        if self.mechanism.suits(shape, role):
+            return replace(self, otherwise=None) if self.otherwise else self
+        return (self.otherwise or parse(self.mechanism.fallback)).suited(shape, role)
 
     def layout(self, shape: Shape, *, rows: int | None = None) -> Layout:
         """What is held for a parameter of this global shape, or for ``rows`` of its dim 0 on one rank."""
@@ -123,14 +140,19 @@ class Configuration:
 
     def __str__(self) -> str:
         slots = ",".join(f"{slot}={codec}" for slot, codec in self.codec_names)
-        return f"{self.mechanism_name}[{slots}]" if slots else self.mechanism_name
+        bare = f"{self.mechanism_name}[{slots}]" if slots else self.mechanism_name
+        return f"{bare} else {self.otherwise}" if self.otherwise else bare
 
 
 def parse(spelling: str | Configuration) -> Configuration:
     """Read a configuration from its spelling or from one of the paper's names.
 
+    A mechanism that does not suit all parameters may be followed by what the others get.
+
     >>> str(parse("sgdm-16")), str(parse("adafactor")), str(parse("adamw[v=factored]"))
     ('sgdm[m=bf16]', 'adafactor[v=factored]', 'adamw[m=fp32,v=factored]')
+    >>> str(parse("spectral else colnorm else adamw-8"))
+    'spectral else colnorm else adamw[m=int8,v=int8]'
     """
     if isinstance(spelling, Configuration):
         return spelling
@@ -143,7 +165,10 @@ def parse(spelling: str | Configuration) -> Configuration:
 
 @functools.cache
 def _parsed(spelling: str) -> Configuration:
-    match = _SPELLING.fullmatch(spelling.strip().lower().replace(" ", ""))
+    first, *others = _ELSE.split(spelling.strip().lower(), maxsplit=1)
+    if others:
+        return replace(_parsed(first), otherwise=_parsed(others[0]))
+    match = _SPELLING.fullmatch(first.replace(" ", ""))
     if match is None:
         raise ConfigurationError(
             f"cannot read the configuration {spelling!r}. Write a mechanism with a codec per slot, like "
@@ -154,10 +179,13 @@ def _parsed(spelling: str) -> Configuration:
         raise ConfigurationError(f"unknown mechanism {name!r} in {spelling!r}. {_suggest(name, MECHANISMS)}")
     mechanism = MECHANISMS[name]
     codecs = {slot.name: mechanism.default_codecs.get(slot.name, "fp32") for slot in mechanism.slots}
+    named = _read_slots(spelling, mechanism, match["slots"]) if match["slots"] else {}
     if match["bits"]:
-        codecs = {slot: _at_bits(codec, int(match["bits"])) for slot, codec in codecs.items()}
-    elif match["slots"]:
-        codecs |= _read_slots(spelling, mechanism, match["slots"])
+        only = {slot.name for slot in mechanism.slots if slot.codecs}
+        codecs = {k: codec if k in only else _at_bits(codec, int(match["bits"])) for k, codec in codecs.items()}
+    else:
+        left_out = {slot.name for slot in mechanism.slots if slot.optional and slot.name not in named}
+        codecs = {slot: codec for slot, codec in (codecs | named).items() if slot not in left_out}
     return Configuration(name, tuple(codecs.items()))
 
 
@@ -188,7 +216,7 @@ def from_switches(switches: Switches) -> Configuration:
 
 def _catalog() -> tuple[Configuration, ...]:
     found: dict[Configuration, None] = {}
-    for bits in _BITS_TO_CODEC:
+    for bits in _PAPER_BITS:
         for code in range(16):
             adaptive, momentum, decoupled, factored = (bool(code & 1 << i) for i in range(4))
             try:
@@ -206,10 +234,14 @@ def _catalog_order(configuration: Configuration) -> tuple[int, bool, int]:
 
 
 def _at_bits(codec: str, bits: int) -> str:
+    """A mechanism's own codec for a slot, at another width where it has several."""
     dense = _BITS_TO_CODEC[bits]
-    if codec != "factored":
+    if codec == "fp32":
         return dense
-    return codec if dense == "fp32" else f"{codec}-{dense}"
+    found = codec if dense == "fp32" else f"{codec}-{dense}"
+    if found not in CODECS:
+        raise ConfigurationError(f"there is no {codec!r} in {bits} bits. Known: {_known(CODECS)}.")
+    return found
 
 
 def _read_slots(spelling: str, mechanism: Mechanism, text: str) -> dict[str, str]:
@@ -229,8 +261,14 @@ def _read_slots(spelling: str, mechanism: Mechanism, text: str) -> dict[str, str
     return read
 
 
+def _refusal(codec: Codec, slot: Slot) -> str | None:
+    if slot.codecs and codec.name not in slot.codecs:
+        return "nothing else was made for it"
+    return codec.refusal(slot)
+
+
 def _codecs_for(slot: Slot) -> list[str]:
-    return [name for name, codec in CODECS.items() if codec.refusal(slot) is None]
+    return [name for name, codec in CODECS.items() if _refusal(codec, slot) is None]
 
 
 def _known(names: object) -> str:
@@ -248,7 +286,7 @@ def _layout(configuration: Configuration, shape: Shape, rows: int | None) -> Lay
     configuration = configuration.suited(shape, role_of(shape))
     formats: list[Format] = []
     buffers: dict[str, Buffer] = {}
-    for slot in configuration.mechanism.slots:
+    for slot in configuration.slots:
         stored = configuration.codec(slot.name).at(shape, slot, rows)
         formats.append(stored)
         buffers |= {stored.key(buffer.name): buffer for buffer in stored.buffers}
@@ -259,15 +297,33 @@ def _layout(configuration: Configuration, shape: Shape, rows: int | None) -> Lay
 
 @functools.cache
 def _alias_of(configuration: Configuration) -> str:
+    if configuration.otherwise:
+        return f"{replace(configuration, otherwise=None).alias} else {configuration.otherwise.alias}"
+    if not configuration.codec_names:
+        return configuration.mechanism_name
     for bits in _BITS_TO_CODEC:
         short = f"{configuration.mechanism_name}-{bits}"
-        if parse(short) == configuration:
-            return short if configuration.codec_names else configuration.mechanism_name
+        try:
+            if parse(short) == configuration:
+                return short
+        except ConfigurationError:  # one of the slots has no such width
+            continue
     return str(configuration)
 
 
 CATALOG: tuple[Configuration, ...] = _catalog()
 """The paper's 21 configurations (17 different ones) and the other tuples of its Definition 1 that make sense."""
+
+BEYOND: tuple[Configuration, ...] = tuple(
+    parse(spelling)
+    for spelling in (
+        *("muon-32", "muon-16", "muon-8", "muon-4", "normuon-32", "normuon-16", "normuon-8", "normuon-4", "spectral"),
+        *("sinkhorn", "sinkhorn-8", "colnorm", "colnorm-8", "rownorm", "rownorm-8", "lion-32", "lion-16", "lion-8"),
+        *("lion-4", "sgdwm-4", "adamw[m=int4,v=factored]", "adamw[m=int4,v=int8]"),
+        *("adamw[m=int8,v=row-mean]", "adamw[m=int8,v=col-mean]", "adamw[m=int4,v=row-mean]"),
+    )
+)
+"""What the paper does not have: normalised mechanisms, four bits, second moments along one axis."""
 
 REFERENCE: Configuration = parse("adamw-16")
 """Budgets and time ratios are relative to this one."""

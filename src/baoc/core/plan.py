@@ -63,7 +63,7 @@ class Plan:
 
     >>> plan = Plan.uniform("adamw-8", {"embed.weight": (50257, 768), "norm.weight": (768,)})
     >>> plan.state_bytes
-    78407064
+    77502438
     >>> Plan.from_json(plan.to_json()) == plan
     True
     """
@@ -93,7 +93,12 @@ class Plan:
     def uniform(
         cls, configuration: Configuration | str, shapes: Mapping[str, Shape], roles: Mapping[str, Role] | None = None
     ) -> Plan:
-        """One configuration for all, in one block; a second one has the parameters that its mechanism does not suit.
+        """One configuration for all, in one block; others have the parameters that its mechanism does not suit.
+
+        >>> shapes = {"wte.weight": (512, 64), "h.weight": (64, 64), "h.bias": (64,)}
+        >>> [f"{block.name}: {', '.join(block.parameters)}" for block in Plan.uniform("muon-8", shapes).blocks]
+        ['adamw: wte.weight, h.bias', 'muon: h.weight']
+
 
         ``roles`` are read off the names where they are not given.
         """
@@ -102,10 +107,30 @@ class Plan:
         blocks: dict[Configuration, dict[str, Shape]] = {}
         for name, shape in shapes.items():
             blocks.setdefault(configuration.suited(shape, roles[name]), {})[name] = shape
-        if not blocks:
-            return cls((Block("all", configuration, {}),))
-        names = {configuration: "all"} if len(blocks) == 1 else {configuration: configuration.mechanism_name}
-        return cls(tuple(Block(names.get(each, "the rest"), each, mine) for each, mine in blocks.items()))
+        if len(blocks) < 2:
+            return cls((Block("all", next(iter(blocks), configuration), shapes),))
+        mechanisms = [each.mechanism_name for each in blocks]
+        is_clear = len(set(mechanisms)) == len(mechanisms)
+        return cls(
+            tuple(
+                Block(name if is_clear else each.alias, each, mine)
+                for name, (each, mine) in zip(mechanisms, blocks.items())
+            )
+        )
+
+    @staticmethod
+    def refuse_unsuited(configuration: Configuration, shapes: Mapping[str, Shape], roles: Mapping[str, Role]) -> None:
+        """Raise if a configuration would be asked for and then not be used by a single parameter."""
+        name = configuration.mechanism_name
+        if configuration.otherwise is None and not any(
+            configuration.mechanism.suits(shape, roles[key]) for key, shape in shapes.items()
+        ):
+            found = ", ".join(sorted({roles[key].value for key in shapes}))
+            raise PlanError(
+                f"{name} suits none of the {len(shapes)} parameters (roles: {found}), so all of them would be "
+                f"{configuration.mechanism.fallback}. Ask for that, or say what they are to have, "
+                f"such as '{configuration} else adamw-8'."
+            )
 
     def block_of(self, parameter: str) -> Block:
         return self._block_of[parameter]

@@ -85,6 +85,15 @@ def roles_by_name(shapes: Mapping[str, Shape]) -> dict[str, Role]:
     return {name: role_of(shape, name) for name, shape in shapes.items()}
 
 
+def matrix_shape(shape: Shape) -> Shape:
+    """A tensor's shape with each dim-0 row as a matrix of a stack, or as one row of a matrix.
+
+    >>> matrix_shape((768, 3072)), matrix_shape((8, 64, 32)), matrix_shape((64, 32, 3, 3))
+    ((768, 3072), (8, 64, 32), (64, 288))
+    """
+    return shape if role_of(shape) is Role.STACK else as_matrices(shape)[1:]
+
+
 def as_matrices(shape: Shape) -> tuple[int, int, int]:
     """A tensor as (matrices, rows, columns): a stack is a batch, a convolution has its outputs for rows.
 

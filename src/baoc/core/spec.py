@@ -72,6 +72,14 @@ class Slot:
     age_is_state: bool = False
     """The age decides the decay for the whole run (not only the bias correction at its start), so it is held as a
     tensor and its bytes are counted, as ``torch.optim.Adafactor`` does with ``step``."""
+    optional: bool = False
+    """A spelling that leaves it out does without it: nothing is held, and the mechanism sees no such slot."""
+    of_direction: bool = False
+    """It averages the finished direction of a matrix, not the gradient."""
+    codecs: tuple[str, ...] = ()
+    """The only ones that can store it; empty: those that do not refuse it."""
+    torch_dims: bool = False
+    """Factors are of the last two dims, as in ``torch.optim.Adafactor``, not of the tensor as matrices."""
     divides: str | None = None
     """The slot that is divided by the root of this one: what of this one is lost in rounding, that one may not keep
     for an element without gradient, which would move further otherwise than exact state takes it."""

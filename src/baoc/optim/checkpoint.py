@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from baoc.core.configuration import Configuration, parse
+from baoc.core.configuration import Configuration, Layout, parse
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.spec import real_shape
 from baoc.optim import blocks, groups, migrate, torch_state
@@ -240,6 +240,7 @@ def _fitted(member: Member, configuration: Configuration, state: ParamState) -> 
         return {}
     fitted: ParamState = {}
     layout = configuration.layout(member.shape, rows=member.place.rows)
+    state = _of_today(layout, state)
     for key, buffer in layout.buffers.items():
         tensor = state.get(key)
         held = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "nothing"
@@ -258,6 +259,22 @@ def _fitted(member: Member, configuration: Configuration, state: ParamState) -> 
                 "Load another one, or start without state."
             )
     return fitted
+
+
+def _of_today(layout: Layout, state: ParamState) -> ParamState:
+    """Saved state in which no slot is stored in an earlier way."""
+    state = dict(state)
+    for stored in layout.formats:
+        prefix = stored.slot.name
+        names = {key: key[len(prefix) + 1 :] for key in state if key == prefix or key.startswith(f"{prefix}.")}
+        found = {own: state[key] for key, own in names.items() if key != stored.age_key and isinstance(state[key], Tensor)}
+        is_current = {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+            buffer.name: buffer.shape for buffer in stored.buffers
+        }
+        adopted = None if is_current or not found else stored.adopted(found)
+        if adopted is not None:
+            state |= {stored.key(name): tensor for name, tensor in adopted.items()}
+    return state
 
 
 def _age(member: Member, state: ParamState, key: str) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baoc.core.codecs import Format, SummedFormat
 from baoc.core.configuration import Layout
-from baoc.core.mechanisms import Mechanism
+from baoc.core.mechanisms import Evidence, Mechanism
 from baoc.core.plan import Block
 from baoc.core.rounding import NEAREST
 from baoc.core.spec import Hyper
@@ -25,7 +25,7 @@ from baoc.optim.groups import Member
 from baoc.optim.kernels.eager import TILE_NUMEL
 from baoc.optim.kernels.update import row_tiles
 from baoc.optim.place import Place
-from baoc.optim.state import ParamState, ages_of, new_age, new_slot, set_age
+from baoc.optim.state import ParamState, ages_of, new_age, new_slot, new_state, set_age
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Holding:
     state: ParamState
     hyper: Hyper
     place: Place
+    has_stepped: bool = False  # in this process: what is stateless does not tell
 
     @property
     def mechanism(self) -> Mechanism:
@@ -75,9 +76,9 @@ class Move:
         return self.block.configuration.layout(self.holding.layout.shape, rows=self.holding.place.rows)
 
 
-def holding_of(member: Member, state: ParamState) -> Holding:
+def holding_of(member: Member, state: ParamState, has_stepped: bool = False) -> Holding:
     hyper = groups.hyper(member.group, f"the group of {member.name!r}")
-    return Holding(member.place.local(member.param.detach()), member.layout, state, hyper, member.place)
+    return Holding(member.place.local(member.param.detach()), member.layout, state, hyper, member.place, has_stepped)
 
 
 @torch.no_grad()
@@ -87,10 +88,21 @@ def convert(old: Holding, layout: Layout) -> ParamState:
     What need not change is the old tensor itself; nothing is written to the old state.
     """
     if not old.state:
-        return {}
+        return _late_start(old, layout)
     state: ParamState = {}
     for stored in layout.formats:
         state |= _converted_slot(old, layout.mechanism, stored)
+    return state
+
+
+def _late_start(old: Holding, layout: Layout) -> ParamState:
+    """State for a parameter that has had none so far; nothing if it need not be there yet."""
+    rms = old.mechanism.typical_rms(Evidence({}, {}, 0.0), old.hyper) if old.has_stepped else None
+    if rms is None or not layout.formats:
+        return {}
+    state = new_state(layout, old.param.device, old.place)
+    for stored in layout.formats:
+        set_age(state, stored, layout.mechanism.late_age(stored.slot.name, rms, old.hyper))
     return state
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration, parse
-from baoc.core.mechanisms import known_settings
+from baoc.core.mechanisms import MECHANISMS, known_settings
 from baoc.core.plan import Plan, PlanError
 from baoc.core.roles import Role, role_of, roles_of
 from baoc.core.spec import DEFAULT_BETAS, Hyper, Shape, real_shape
@@ -52,8 +52,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         >>> print(optimizer.plan)
         block  tensors  parameters  configuration            state  lr scale
         -----  -------  ----------  --------------------  --------  --------
-        all          2       32.9K  adamw[m=int8,v=int8]  66.0 KiB         -
-        66.0 KiB of state, 51.2% of AdamW16's 129.0 KiB
+        all          2       32.9K  adamw[m=int8,v=int8]  65.2 KiB         -
+        65.2 KiB of state, 50.6% of AdamW16's 129.0 KiB
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._plan_given = plan is not None
         self._default = parse(DEFAULT_CONFIGURATION if plan is None or isinstance(plan, Plan) else plan)
         self._plan = Plan(())
+        self._has_stepped = False
         self._devices_reported: set[str] = set()
         self._roster: Roster | None = None
         self._complete: Roster | None = None  # the roster all of whose members have state
@@ -95,6 +96,11 @@ class BlockOptimizer(torch.optim.Optimizer):
             self._refuse_two_answers()
             plan.check(self._shapes())
             self._plan = plan
+        else:
+            shapes = self._shapes()
+            Plan.refuse_unsuited(self._default, shapes, self._roles_of(shapes))
+        if plan is not None:
+            self._refuse_idle(settings)
 
     # ---- the torch.optim.Optimizer contract ----
 
@@ -162,6 +168,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             kernel.run(jobs[device])
         for device in kernel_of:
             advance_ages(jobs[device])
+        self._has_stepped |= bool(stepping)
         self._after_update()
         return loss
 
@@ -200,7 +207,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_kernel_request", "_plan_given", "_default", "_plan", "_roles")
+        own = ("_kernel_request", "_plan_given", "_default", "_plan", "_roles", "_has_stepped")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -238,10 +245,13 @@ class BlockOptimizer(torch.optim.Optimizer):
         >>> optimizer = BlockOptimizer(model, plan="adamw-32")
         >>> optimizer.set_plan("sgdm-8")
         >>> optimizer.plan.state_bytes
-        4608
+        4416
         """
         shapes = self._shapes()
-        plan = plan if isinstance(plan, Plan) else Plan.uniform(plan, shapes, self._roles_of(shapes))
+        if not isinstance(plan, Plan):
+            roles = self._roles_of(shapes)
+            Plan.refuse_unsuited(parse(plan), shapes, roles)
+            plan = Plan.uniform(plan, shapes, roles)
         plan.check(shapes)
         if inherit:
             self._migrate(plan)
@@ -253,7 +263,9 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     def _migrate(self, plan: Plan) -> None:
         members = self.members()
-        holdings = [migrate.holding_of(member, self.state.get(member.param, {})) for member in members]
+        holdings = [
+            migrate.holding_of(member, self.state.get(member.param, {}), self._has_stepped) for member in members
+        ]
         moves = [
             migrate.Move(holding, plan.block_of(member.name), member.lr_scale)
             for holding, member in zip(holdings, members)
@@ -268,17 +280,29 @@ class BlockOptimizer(torch.optim.Optimizer):
             for index in in_order:
                 move = left.pop(index)
                 moved[index] = migrate.convert(move.holding, move.layout)
-                if move.holding.state:
+                if move.holding.state or moved[index]:
                     self.state[members[index].param] = moved[index]
         finally:  # wherever it was interrupted: what has its new state is in its new block, the rest where it was
             for index, state in moved.items():
-                if self.state.get(members[index].param):
+                if state or self.state.get(members[index].param):
                     self.state[members[index].param] = state
             assigned = [
                 (member.name, member.shape, new_blocks[index] if index in moved else member.block)
                 for index, member in enumerate(members)
             ]
             self._plan = blocks.plan_of(assigned, plan.settings if len(moved) == len(members) else self._plan.settings)
+
+    def _refuse_idle(self, settings: Mapping[str, Any]) -> None:
+        """Whoever names a plan and a setting means the two to go together."""
+        used = {block.configuration.mechanism for block in self._plan.blocks}
+        for name in settings:
+            owners = [mechanism.name for mechanism in MECHANISMS.values() if name in known_settings(mechanism)]
+            if not any(name in known_settings(mechanism) for mechanism in used):
+                raise ValueError(
+                    f"{name}={settings[name]!r} would do nothing: it is a setting of {', '.join(owners)}, and the plan "
+                    f"has {', '.join(sorted(mechanism.name for mechanism in used))}. Leave it out, or ask for one of "
+                    "those."
+                )
 
     def _refuse_two_answers(self) -> None:
         given = {member.name: member.configuration for member in self.members()}

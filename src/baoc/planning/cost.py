@@ -24,7 +24,7 @@ def memory(blocks: Sequence[Mapping[str, Shape]], configurations: Sequence[Confi
 
     >>> from baoc.core.configuration import parse
     >>> memory([{"weight": (768, 768)}], [parse("adamw-16"), parse("adamw-8"), parse("sgd")])
-    array([[2359296, 1198080,       0]])
+    array([[2359296, 1184256,       0]])
     """
     return np.array(
         [[sum(c.state_bytes(shape) for shape in block.values()) for c in configurations] for block in blocks],

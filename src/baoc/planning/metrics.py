@@ -65,7 +65,7 @@ class Metrics:
         A codec's exact twin is fp32; a factored codec's is the fp32 factorization, whose error is Eq. 7's business.
         For a mechanism that works on whole matrices, it is the cosine of what those are made from.
         """
-        stored = {slot.name: configuration.codec(slot.name) for slot in configuration.mechanism.slots}
+        stored = {slot.name: configuration.codec(slot.name) for slot in self._slots(configuration)}
         exact = {name: CODECS[codec.exact()] for name, codec in stored.items()}
         u32, exact_norm = self._exact_direction(configuration, exact)
         if exact_norm == 0 or not stored:
@@ -102,14 +102,18 @@ class Metrics:
 
     def _direction(self, configuration: Configuration, codecs: dict[str, Codec]) -> Array:
         mechanism = configuration.mechanism
-        ages = {slot.name: self._steps for slot in mechanism.slots}
+        ages = {slot.name: self._steps for slot in configuration.slots}
         slots = {
             slot.name: self._read_back(slot, codecs[slot.name]) * mechanism.mass(slot.name, self._steps, self._hyper)
-            for slot in mechanism.slots
+            for slot in self._slots(configuration)
         }
         grad = torch.from_numpy(self._first)
         direction: Array = mechanism.direction(grad, slots, mechanism.scalars(self._hyper, ages)).double().numpy()
         return direction
+
+    def _slots(self, configuration: Configuration) -> list[Slot]:
+        """Those that remember gradients, which is what there are samples of."""
+        return [slot for slot in configuration.slots if not slot.of_direction]
 
     def _read_back(self, slot: Slot, codec: Codec) -> Tensor:
         """The block's samples of a moment after a codec has stored them. Codecs do not care for a common factor."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from baoc.core.codecs.base import Codec, Format, Held, SummedFormat
 from baoc.core.codecs.dense import BF16, FP32
 from baoc.core.codecs.factored import Factored, FactoredBF16, FactoredInt8
+from baoc.core.codecs.int4 import Int4
 from baoc.core.codecs.int8 import Int8
+from baoc.core.codecs.mean import ColMean, RowMean
 
 CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (FP32(), BF16(), Int8(), Factored(), FactoredBF16(), FactoredInt8())
+    codec.name: codec
+    for codec in (FP32(), BF16(), Int8(), Int4(), Factored(), FactoredBF16(), FactoredInt8(), RowMean(), ColMean())
 }
 
 __all__ = ["CODECS", "Codec", "Format", "Held", "SummedFormat", "register_codec"]

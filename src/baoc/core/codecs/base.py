@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from baoc.core.rounding import Rounding
@@ -83,6 +84,10 @@ class Format(ABC):
     def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
         """Store fp32 rows."""
 
+    def adopted(self, found: Held) -> dict[str, Tensor] | None:
+        """Buffers of an earlier way to store this slot, by their names then, in today's; ``None`` if these are not."""
+        return None
+
     def problem(self, held: Held) -> str | None:
         """What is wrong with numbers that come from outside, or ``None``. Shapes and dtypes are right already."""
         return None
@@ -94,6 +99,14 @@ class Format(ABC):
         alone may say less.
         """
         return self
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def zeros(self, device: torch.device) -> dict[str, Tensor]:
+        """New buffers, under their own names."""
+        return {each.name: torch.zeros(each.shape, dtype=each.dtype, device=device) for each in self.buffers}
 
     @property
     def held_shape(self) -> Shape:

@@ -1,4 +1,7 @@
-"""Adafactor's rank-1 format: the means of a non-negative slot over its last dim and over its second-to-last one.
+"""Adafactor's rank-1 format: the means of a non-negative slot over the columns and over the rows of its matrices.
+
+A convolution's kernels are flattened, so that its factors are small: one number for each output, and one for each
+weight of an output. ``torch.optim.Adafactor`` takes the last two dims instead; a slot that must equal it says so.
 
 The means are linear in the slot, so blending them is the same as blending the slot and taking the means again: this
 format advances by itself and never builds the full tensor.
@@ -8,28 +11,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from baoc.core.codecs.base import Codec, Format, Held, SummedFormat, joined
 from baoc.core.codecs.dense import BF16, FP32, BF16Format, FP32Format
 from baoc.core.codecs.int8 import Int8, Int8Format, fits
-from baoc.core.rounding import Rounding
+from baoc.core.roles import matrix_shape
+from baoc.core.rounding import NEAREST, Rounding
 from baoc.core.spec import SMALL_NUMEL, Buffer, Scalar, Shape, Slot
 
 
 @dataclass(frozen=True)
 class FactoredFormat(SummedFormat):
     inner: type[Format] = FP32Format  # how the two factors are stored
+    matrix: Shape = field(init=False, repr=False, compare=False)
+    """The parameter's shape as factors see it: ``(*stacks, rows, cols)``, with its own dim 0."""
     row: Format = field(init=False, repr=False, compare=False)
     col: Format = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        is_matrix = len(self.shape) == 2  # then every shard needs all columns
-        cols = self._factor(self.shape[:-2] + self.shape[-1:], None if is_matrix else self.rows)
-        object.__setattr__(self, "row", self._factor(self.shape[:-1], self.rows))
-        object.__setattr__(self, "col", cols)
+        matrix = self.shape if self.slot.torch_dims else matrix_shape(self.shape)
+        cols = self._factor(matrix[:-2] + matrix[-1:], None if len(matrix) == 2 else self.rows)
+        object.__setattr__(self, "matrix", matrix)
+        object.__setattr__(self, "row", self._factor(matrix[:-1], self.rows))
+        object.__setattr__(self, "col", cols)  # of one matrix, every shard needs all columns
         super().__post_init__()
 
     def _factor(self, shape: Shape, rows: int | None) -> Format:
@@ -55,11 +62,12 @@ class FactoredFormat(SummedFormat):
         col = self.col.decode(_part(held, "col", self.col), cols)  # (rows, *batch, C) or (C,)
         # Both factors have the same grand mean; the column's is the one that every shard on dim 0 knows.
         col = col / col.mean(-1, keepdim=True).clamp(min=mean_floor)
-        return row.unsqueeze(-1) * col.unsqueeze(-2)
+        return unflattened(row.unsqueeze(-1) * col.unsqueeze(-2), self.matrix, self.shape)
 
     def absorb(
         self, held: Held, rows: slice, x: Tensor, keep: Scalar, add: Scalar, rounding: Rounding, partial: Tensor | None
     ) -> Tensor | None:
+        x = flattened(x, self.matrix, self.shape)
         _blend(self.row, _part(held, "row", self.row), rows, x.mean(-1), keep, add, rounding)
         if x.dim() > 2:  # dim 0 is a batch dim: its rows have columns of their own
             _blend(self.col, _part(held, "col", self.col), rows, x.mean(-2), keep, add, rounding)
@@ -75,12 +83,52 @@ class FactoredFormat(SummedFormat):
             cols = slice(0, partial.shape[0])
             _blend(self.col, _part(held, "col", self.col), cols, partial, keep, add, Rounding(rounding.phase))
 
+    def adopted(self, found: Held) -> dict[str, Tensor] | None:
+        """From factors of the last two dims, and from int8 factors of an earlier format."""
+        before = replace(self, slot=replace(self.slot, torch_dims=True))
+        parts: dict[str, Tensor] = {}
+        for name, factor in before.factors:
+            mine = {own: found[joined(name, own)] for own in _own_names(found, name)}
+            if not _fits(factor, mine):
+                mine = factor.adopted(mine) or {}
+            parts |= {joined(name, own): tensor for own, tensor in mine.items()}
+        if set(parts) != {buffer.name for buffer in before.buffers}:
+            return None
+        if before == self or before.matrix == self.matrix:
+            return parts
+        held = self.zeros(next(iter(parts.values())).device)
+        partial = None
+        for row in range(self.held_shape[0]):
+            rows = slice(row, row + 1)
+            partial = self.absorb(held, rows, before.decode(parts, rows), 0.0, 1.0, NEAREST, partial)
+        self.finish(held, 0.0, 1.0, NEAREST, partial)
+        return held
+
     def problem(self, held: Held) -> str | None:
         problems = (factor.problem(_part(held, name, factor)) for name, factor in self.factors)
         return next((problem for problem in problems if problem), None)
 
     def graph_key(self) -> Hashable:
-        return type(self), self.row.graph_key(), self.col.graph_key(), self.rows is None or self
+        seen = self.matrix == self.shape or self.shape[1:]
+        return type(self), self.row.graph_key(), self.col.graph_key(), seen, self.rows is None or self
+
+
+def flattened(x: Tensor, matrix: Shape, shape: Shape) -> Tensor:
+    """Rows of a parameter as rows of its matrices. One that is such already is left alone: a graph fits all shapes."""
+    return x if matrix == shape else x.reshape(-1, *matrix[1:])
+
+
+def unflattened(x: Tensor, matrix: Shape, shape: Shape) -> Tensor:
+    """And back."""
+    return x if matrix == shape else x.reshape(-1, *shape[1:])
+
+
+def _own_names(found: Held, factor: str) -> list[str]:
+    return [key[len(factor) + 1 :] for key in found if key == factor or key.startswith(f"{factor}.")]
+
+
+def _fits(stored: Format, found: Held) -> bool:
+    return {each.name: each.shape for each in stored.buffers} == {k: tuple(t.shape) for k, t in found.items()}
 
 
 def _part(held: Held, name: str, factor: Format) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from baoc.core.codecs.base import Codec, Format, Held
 from baoc.core.codecs.dense import BF16Format, FP32Format
-from baoc.core.rounding import Rounding
+from baoc.core.rounding import NEAREST, Rounding
 from baoc.core.spec import SMALL_NUMEL, Buffer, Shape, Slot
 
 GROUP = 256
@@ -36,6 +36,7 @@ distance from the least is stored, so a group of zeros has a zero there too."""
 
 _MANTISSA = 23  # bits of fp32
 _NOISE = 16  # bits
+_ADOPTED_NUMEL = 1 << 20  # elements at once
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,21 @@ class Int8Format(Format):
             code = torch.where(grouped > 0, code.clamp(1, 255), 0)
         codes.copy_(from_groups(code, codes.shape))
         held["exponents"][rows].copy_(exponents.squeeze(-1) - LEAST_EXPONENT)
+
+    def adopted(self, found: Held) -> dict[str, Tensor] | None:
+        """From companded codes with one fp32 scale per group: squares, or for v fourth powers, of shares of it."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
+        if shapes != {"codes": self.held_shape, "scales": self.buffers[1].shape}:
+            return None
+        held = self.zeros(found["codes"].device)
+        height = max(1, _ADOPTED_NUMEL // max(1, math.prod(self.held_shape[1:])))
+        for start in range(0, self.held_shape[0], height):
+            rows = slice(start, min(start + height, self.held_shape[0]))
+            share = found["codes"][rows].float() / (127 if self.slot.signed else 255)
+            raised = share * share.abs() if self.slot.signed else share.square().square()
+            value = to_groups(raised) * found["scales"][rows].unsqueeze(-1)
+            self.encode(held, rows, from_groups(value, share.shape), NEAREST)
+        return held
 
     def problem(self, held: Held) -> str | None:
         most = MOST_EXPONENT - LEAST_EXPONENT

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from baoc.core.mechanisms.adafactor import Adafactor
 from baoc.core.mechanisms.adam import Adam, AdamW
+from baoc.core.mechanisms.balanced import ColNorm, RowNorm, Sinkhorn
 from baoc.core.mechanisms.base import Evidence, Mechanism, pooled_rms
+from baoc.core.mechanisms.lion import Lion
+from baoc.core.mechanisms.muon import Muon, NorMuon, Spectral
 from baoc.core.mechanisms.sgd import SGD, SGDM, SGDW, SGDWM
 from baoc.core.spec import Setting
 
 MECHANISMS: dict[str, Mechanism] = {
-    mechanism.name: mechanism for mechanism in (SGD(), SGDM(), SGDW(), SGDWM(), Adam(), AdamW(), Adafactor())
+    mechanism.name: mechanism
+    for mechanism in (
+        *(SGD(), SGDM(), SGDW(), SGDWM(), Adam(), AdamW(), Adafactor(), Lion()),
+        *(Muon(), NorMuon(), Spectral(), Sinkhorn(), ColNorm(), RowNorm()),
+    )
 }
 
 __all__ = ["MECHANISMS", "Evidence", "Mechanism", "known_settings", "pooled_rms", "register_mechanism"]
@@ -43,6 +50,6 @@ def register_mechanism(mechanism: Mechanism) -> Mechanism:
     return MECHANISMS.setdefault(mechanism.name, mechanism)
 
 
-def known_settings() -> dict[str, Setting]:
-    """The settings of all mechanisms, by name."""
-    return {setting.name: setting for mechanism in MECHANISMS.values() for setting in mechanism.settings}
+def known_settings(*mechanisms: Mechanism) -> dict[str, Setting]:
+    """The settings of some mechanisms, or of all, by name."""
+    return {setting.name: setting for each in mechanisms or MECHANISMS.values() for setting in each.settings}

@@ -30,7 +30,7 @@ CLIP = Setting("clip_threshold", 1.0, "a number >= 1", lambda x: x >= 1, "torch'
 
 class Adafactor(Mechanism):
     name = "adafactor"
-    slots = (Slot("v", signed=False, age_is_state=True),)
+    slots = (Slot("v", signed=False, age_is_state=True, torch_dims=True),)
     adaptive = True
     decoupled = True
     reach = Reach.SUMS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from baoc.core.mechanisms.base import Mechanism
@@ -50,7 +51,19 @@ class Adam(Mechanism):
         # would have (1 - beta1) / (1 + beta1) of their variance; so this v keeps |m| / sqrt(v) at Adam's usual size.
         if slot != "v" or "m" not in means:
             return None
-        return means["m"].square() * ((1.0 + hyper.beta1) / (1.0 - hyper.beta1))
+        square = means["m"].square()
+        # What a coarse format rounded to zero has seen gradients all the same: it gets its row's mean.
+        of_row = square.reshape(square.shape[0], -1).mean(1).view(-1, *[1] * (square.dim() - 1))
+        square = torch.where(square > 0, square, of_row)
+        return square * ((1.0 + hyper.beta1) / (1.0 - hyper.beta1))
+
+    def late_age(self, slot: str, rms: float, hyper: Hyper) -> int:
+        # The first update is (1 - beta1) / mass; a fresh average has a mass of 1 - beta1, which makes it one.
+        left = 1.0 - (1.0 - hyper.beta1) / rms
+        if slot != "m" or rms >= 1.0 or not 0.0 < hyper.beta1 < 1.0:
+            return 0
+        memory = round(1.0 / (1.0 - hyper.beta1))
+        return min(memory, max(0, round(math.log(left) / math.log(hyper.beta1)) - 1)) if left > 0 else memory
 
     def inferred_age(self, slot: str, ages: Mapping[str, int], hyper: Hyper) -> int:
         memory = round(1.0 / (1.0 - hyper.beta1))  # how many gradients m speaks for

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,8 +30,9 @@ class Mechanism(ABC):
 
     Every slot follows a linear recurrence ``slot <- keep * slot + add * observe(gradient)``; the two coefficients are
     scalars named ``<slot>.keep`` and ``<slot>.add``. A subclass gives :meth:`direction`, and with a slot
-    :meth:`observe` and :meth:`mass`. Beyond that, by its :attr:`reach`: ``SUMS`` needs :meth:`step_factor`, ``MATRIX``
-    needs :meth:`finish`. :meth:`typical_rms` is the one place that knows how long its updates are.
+    :meth:`observe` and :meth:`mass`. Beyond that, by its :attr:`reach`: ``SUMS`` has :meth:`step_factor` or
+    :attr:`norms`, ``MATRIX`` needs :meth:`finish`. :meth:`typical_rms` is the one place that knows how long its updates
+    are.
     """
 
     name: ClassVar[str]
@@ -40,6 +41,10 @@ class Mechanism(ABC):
     momentum: ClassVar[bool] = False
     decoupled: ClassVar[bool] = False
     reach: ClassVar[Reach] = Reach.ROWS
+    hides_spikes: ClassVar[bool] = False
+    """A gradient that is no number would not show in the direction, and stay in the state."""
+    norms: ClassVar[tuple[Literal["row", "col"], ...]] = ()
+    """``SUMS``: lines of every matrix of the direction, one kind after the other, that are brought to an RMS of one."""
     settings: ClassVar[tuple[Setting, ...]] = ()
     """Hyper-parameters of its own, beside lr, betas, eps and weight decay."""
     default_codecs: ClassVar[Mapping[str, str]] = {}
@@ -69,11 +74,19 @@ class Mechanism(ABC):
 
     def step_factor(self, direction_rms: Tensor, param_rms: Tensor, scalars: Scalars) -> Tensor:
         """``SUMS``: factor on the step length, from the RMS of the whole direction and of the parameter."""
-        raise NotImplementedError(f"{self.name} reaches over sums, but has no step_factor")
+        raise NotImplementedError(f"{self.name} reaches over sums, but has neither step_factor nor norms")
 
     def finish(self, stacked: Tensor, scalars: Scalars) -> Tensor:
         """``MATRIX``: what becomes of directions, shape ``(batch, rows, cols)``. Equal shapes come in one batch."""
         raise NotImplementedError(f"{self.name} reaches over matrices, but has no finish")
+
+    def workspace(self, rows: int, cols: int) -> int:
+        """``MATRIX``: elements that :meth:`finish` needs for one matrix, itself included."""
+        return 2 * rows * cols
+
+    def adapt(self, finished: Tensor, slots: Mapping[str, Tensor], scalars: Scalars) -> Tensor:
+        """``MATRIX``, with slots of the finished direction, which have taken it in: what they make of it."""
+        return finished
 
     def mass(self, slot: str, age: int, hyper: Hyper) -> float:
         """Sum of the recurrence's weights after ``age`` steps: ``slot / mass`` is a plain weighted mean.
@@ -88,6 +101,13 @@ class Mechanism(ABC):
 
     def inferred_age(self, slot: str, ages: Mapping[str, int], hyper: Hyper) -> int:
         """The age that goes with :meth:`infer`: how many steps of evidence the inferred value stands for."""
+        return 0
+
+    def late_age(self, slot: str, rms: float, hyper: Hyper) -> int:
+        """The age of an empty slot that starts in the middle of training, after updates of this RMS without state.
+
+        Where the average of one gradient makes a longer update than that of many, a few zeros before it help.
+        """
         return 0
 
     def expected_direction(self, means: Mapping[str, Tensor], ages: Mapping[str, int], hyper: Hyper) -> Tensor | None:
@@ -111,7 +131,7 @@ class Mechanism(ABC):
             return None
         rms = direction.square().mean().sqrt()
         scalars = self.scalars(hyper, {slot.name: ages[slot.name] + 1 for slot in self.slots})
-        if self.reach is Reach.SUMS:
+        if self.reach is Reach.SUMS and not self.norms:
             rms = rms * self.step_factor(rms, torch.tensor(evidence.param_rms), scalars)
         return rms.item() * scalars["step"] / hyper.lr
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,24 +12,70 @@ from baoc.core.roles import as_matrices
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.update import Update, row_tiles
 
-BATCH_NUMEL = 1 << 24
-"""64 MiB of fp32 directions at once, or one parameter's."""
+BATCH_NUMEL = 15 << 20
+"""60 MiB of fp32 at once for a batch of matrices and all that is made of them on the way, or one parameter's."""
 
 
-def run_matrices(jobs: Iterable[Job], tile_numel: int) -> None:
-    """Run jobs whose mechanism reaches over matrices."""
-    for batch in batches(jobs):
-        updates = [Update(job) for job in batch]
-        directions = [_direction(job, update, tile_numel) for job, update in zip(batch, updates)]
-        stacked = torch.cat([each.view(as_matrices(tuple(each.shape))) for each in directions])
-        counts = [as_matrices(tuple(each.shape))[0] for each in directions]
-        shapes = [each.shape for each in directions]
-        del directions
-        finished = torch.split(batch[0].layout.mechanism.finish(stacked, batch[0].scalars), counts)
-        for job, update, whole, shape in zip(batch, updates, finished, shapes):
-            direction = job.place.scatter(whole.reshape(shape))
-            for rows in row_tiles(job.param.shape, tile_numel):
+class Rows(Protocol):
+    """What is done row by row, before matrices are finished and after."""
+
+    def directions(self, jobs: Sequence[Job], out: Sequence[Tensor]) -> None:
+        """Advance the state of jobs and write their directions, which start as zeros."""
+
+    def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
+        """Move the parameters of jobs."""
+
+
+class EagerRows:
+    """In torch operations, a tile at a time."""
+
+    def __init__(self, tile_numel: int) -> None:
+        self._tile_numel = tile_numel
+
+    def directions(self, jobs: Sequence[Job], out: Sequence[Tensor]) -> None:
+        for job, direction in zip(jobs, out):
+            update, tiles = Update(job), row_tiles(job.param.shape, self._tile_numel)
+            update.absorb(tiles)
+            for rows in tiles:
+                direction[rows] = update.direction(rows)
+
+    def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
+        for job, direction in zip(jobs, directions):
+            update = Update(job)
+            for rows in row_tiles(job.param.shape, self._tile_numel):
                 update.move(rows, direction[rows], job.scalars["step"])
+
+
+def run_matrices(jobs: Iterable[Job], tile_numel: int, by_rows: Rows | None = None) -> None:
+    """Run jobs whose mechanism reaches over matrices."""
+    by_rows = by_rows or EagerRows(tile_numel)
+    for batch in batches(jobs):
+        local, stacked = _stacked(batch, by_rows)
+        counts = [as_matrices(job.layout.shape)[0] for job in batch]
+        finished = batch[0].layout.mechanism.finish(stacked, batch[0].scalars).split_with_sizes(counts)
+        del local, stacked
+        directions = []
+        for job, whole in zip(batch, finished):
+            direction = job.place.scatter(whole.reshape(_whole_shape(job)))
+            directions.append(Update(job).adapt(direction, row_tiles(job.param.shape, tile_numel)))
+        by_rows.move(batch, directions)
+
+
+def _stacked(batch: Sequence[Job], by_rows: Rows) -> tuple[list[Tensor], Tensor]:
+    """The directions of a batch, each as this rank's rows and all of them as one stack of matrices."""
+    device, sizes = batch[0].param.device, [job.param.numel() for job in batch]
+    is_whole = all(job.place.rows is None for job in batch)
+    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+    local = [part.view(job.param.shape) for part, job in zip(flat.split_with_sizes(sizes), batch)]
+    by_rows.directions(batch, local)
+    matrix = as_matrices(batch[0].layout.shape)[1:]
+    if is_whole:
+        return local, flat.view(-1, *matrix)
+    return local, torch.cat([job.place.gather(each).reshape(-1, *matrix) for job, each in zip(batch, local)])
+
+
+def _whole_shape(job: Job) -> tuple[int, ...]:
+    return job.layout.shape if job.place.rows is not None else tuple(job.param.shape)
 
 
 def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
@@ -41,18 +88,13 @@ def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
     for group in alike.values():
         batch: list[Job] = []
         for job in group:
-            if batch and sum(each.place.numel(each.param) for each in (*batch, job)) > BATCH_NUMEL:
+            if batch and sum(map(_workspace, (*batch, job))) > BATCH_NUMEL:
                 yield batch
                 batch = []
             batch.append(job)
         yield batch
 
 
-def _direction(job: Job, update: Update, tile_numel: int) -> Tensor:
-    """What one parameter brings to its batch, in its own shape."""
-    tiles = row_tiles(job.param.shape, tile_numel)
-    update.absorb(tiles)
-    local = torch.empty(job.param.shape, dtype=torch.float32, device=job.param.device)
-    for rows in tiles:
-        local[rows] = update.direction(rows)
-    return job.place.gather(local)
+def _workspace(job: Job) -> int:
+    matrices, rows, cols = as_matrices(job.layout.shape)
+    return matrices * job.layout.mechanism.workspace(rows, cols)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from baoc.core.codecs import Format, SummedFormat
 from baoc.core.rounding import Rounding
 from baoc.core.spec import SPIKE, Reach, Scalar
+from baoc.optim.kernels.balance import Balance
 from baoc.optim.kernels.job import Job
 
 
@@ -21,22 +22,39 @@ class Update:
         self._param, self._scalars = job.param.detach(), job.scalars
         self._mechanism = job.layout.mechanism
         self._held = {each.slot.name: each.held_in(job.state) for each in job.layout.formats}
+        self._formats = [each for each in job.layout.formats if not each.slot.of_direction]
 
     def run(self, tiles: Sequence[slice]) -> None:
         """Advance the state and the parameter in place, touching one tile of rows (dim 0) at a time."""
         self.absorb(tiles)
         step: Scalar = self._scalars["step"]
-        if self._mechanism.reach is Reach.SUMS:
+        balance = None
+        if self._mechanism.norms:
+            balance = Balance(self._mechanism.norms, self._job, self._peek)
+            balance.settle(tiles)
+        elif self._mechanism.reach is Reach.SUMS:
             step = step * self._step_factor(tiles)
         for rows in tiles:
             grad = self._grad(rows)
-            self.move(rows, self.direction(rows, grad), step, grad)
+            direction = self.direction(rows, grad)
+            self.move(rows, direction if balance is None else balance.scaled(rows, direction), step, grad)
 
     def absorb(self, tiles: Sequence[slice]) -> None:
         """Take the gradient into the slots that keep sums over all rows."""
-        for stored in self._job.layout.formats:
+        for stored in self._formats:
             if isinstance(stored, SummedFormat):
-                self._absorb(stored, tiles)
+                self._absorb(stored, tiles, lambda rows: self._clean(self._grad(rows)))
+
+    def adapt(self, finished: Tensor, tiles: Sequence[slice]) -> Tensor:
+        """Take a finished direction into the slots that remember those; what they make of it."""
+        formats = self._job.layout.formats
+        stored = [each for each in formats if each.slot.of_direction and isinstance(each, SummedFormat)]
+        for each in stored:
+            self._absorb(each, tiles, lambda rows: finished[rows])
+        for rows in tiles if stored else ():
+            slots = {each.slot.name: self._expanded(each, rows) for each in stored}
+            finished[rows] = self._mechanism.adapt(finished[rows], slots, self._scalars)
+        return finished
 
     def direction(self, rows: slice, grad: Tensor | None = None) -> Tensor:
         """Advance and store the other slots; the update before the step length."""
@@ -45,6 +63,11 @@ class Update:
         direction = self._mechanism.direction(clean, slots, self._scalars)
         self._store(rows, clean, slots)
         return direction
+
+    def _peek(self, rows: slice) -> Tensor:
+        """The direction, of which nothing is stored."""
+        clean = self._clean(self._grad(rows))
+        return self._mechanism.direction(clean, self._advanced(rows, clean), self._scalars)
 
     def move(self, rows: slice, direction: Tensor, step: Scalar, grad: Tensor | None = None) -> None:
         """Move the parameter."""
@@ -68,13 +91,13 @@ class Update:
         """The gradient without spikes, where one element's would become its neighbours' trouble."""
         return torch.where(grad.abs() < SPIKE, grad, 0.0) if self._job.layout.shares else grad
 
-    def _absorb(self, stored: SummedFormat, tiles: Sequence[slice]) -> None:
+    def _absorb(self, stored: SummedFormat, tiles: Sequence[slice], seen: Callable[[slice], Tensor]) -> None:
         name = stored.slot.name
         keep, add = self._scalars[f"{name}.keep"], self._scalars[f"{name}.add"]
         rounding = Rounding(self._job.phases[name], first_row=self._job.place.first_row)
         partial = None
         for rows in tiles:
-            observed = self._mechanism.observe(name, self._clean(self._grad(rows)))
+            observed = self._mechanism.observe(name, seen(rows))
             partial = stored.absorb(self._held[name], rows, observed, keep, add, rounding, partial)
         partial = None if partial is None else self._job.place.sum(partial)
         stored.finish(self._held[name], keep, add, rounding, partial)
@@ -82,15 +105,19 @@ class Update:
     def _advanced(self, rows: slice, grad: Tensor) -> dict[str, Tensor]:
         """Every slot's new value, before it is rounded into its format."""
         slots = {}
-        for stored in self._job.layout.formats:
+        for stored in self._formats:
             name = stored.slot.name
             if isinstance(stored, SummedFormat):  # has absorbed the gradient already
-                slots[name] = stored.expand(self._held[name], rows, self._scalars[f"{name}.mean_floor"])
+                slots[name] = self._expanded(stored, rows)
             else:
                 value = stored.decode(self._held[name], rows)
                 observed = self._mechanism.observe(name, grad)
                 slots[name] = value * self._scalars[f"{name}.keep"] + observed * self._scalars[f"{name}.add"]
         return slots
+
+    def _expanded(self, stored: SummedFormat, rows: slice) -> Tensor:
+        name = stored.slot.name
+        return stored.expand(self._held[name], rows, self._scalars[f"{name}.mean_floor"])
 
     def _store(self, rows: slice, grad: Tensor, slots: Mapping[str, Tensor]) -> None:
         """Dithered; but an element without gradient must not move further than exact state would let it.
@@ -99,7 +126,7 @@ class Update:
         divides it: that one is rounded as ever, for it must stay right on average where gradients come now and then.
         Then neither |m| nor |m| / sqrt(v) grows beyond what exact decay makes of it, at any step, whatever eps is.
         """
-        stored = [each for each in self._job.layout.formats if not isinstance(each, SummedFormat)]
+        stored = [each for each in self._formats if not isinstance(each, SummedFormat)]
         if not any(each.rounds for each in stored):
             for each in stored:
                 each.encode(self._held[each.slot.name], rows, slots[each.slot.name], Rounding())
@@ -123,8 +150,7 @@ class Update:
         """From the RMS of the whole direction and of the parameter, before either has changed."""
         squares = torch.zeros(2, device=self._param.device)
         for rows in tiles:
-            clean = self._clean(self._grad(rows))
-            direction = self._mechanism.direction(clean, self._advanced(rows, clean), self._scalars)
+            direction = self._peek(rows)
             # an element that is lost already must not take the others with it
             param = self._param[rows].float().nan_to_num(0.0, 0.0, 0.0)
             squares = squares + torch.stack((direction.square().sum(), param.square().sum()))

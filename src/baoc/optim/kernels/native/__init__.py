@@ -11,7 +11,7 @@ import functools
 import importlib
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -21,15 +21,22 @@ from torch import Tensor, nn
 from baoc.core.codecs.base import Format, joined
 from baoc.core.codecs.dense import BF16Format, FP32Format
 from baoc.core.codecs.factored import FactoredFormat
+from baoc.core.codecs.int4 import Int4Format
 from baoc.core.codecs.int8 import Int8Format
+from baoc.core.codecs.mean import ColMeanFormat, MeanFormat, RowMeanFormat
 from baoc.core.configuration import Layout
 from baoc.core.mechanisms import Mechanism
 from baoc.core.mechanisms.adafactor import Adafactor
 from baoc.core.mechanisms.adam import Adam, AdamW
+from baoc.core.mechanisms.balanced import ColNorm, RowNorm, Sinkhorn
+from baoc.core.mechanisms.lion import Lion
+from baoc.core.mechanisms.muon import Muon, NorMuon, Spectral
 from baoc.core.mechanisms.sgd import SGD, SGDM, SGDW, SGDWM
+from baoc.core.roles import matrix_shape
 from baoc.core.spec import Shape
-from baoc.optim.kernels.eager import EagerKernel
+from baoc.optim.kernels.eager import TILE_NUMEL, EagerKernel
 from baoc.optim.kernels.job import Job
+from baoc.optim.kernels.matrices import EagerRows, run_matrices
 from baoc.optim.place import WHOLE
 
 # What is what in C: see job.h, which has these names.
@@ -41,11 +48,20 @@ _MECHANISMS: dict[type[Mechanism], str] = {
     Adam: "ADAM",
     AdamW: "ADAM",
     Adafactor: "ADAFACTOR",
+    Lion: "LION",
+    ColNorm: "BALANCED",
+    RowNorm: "BALANCED",
+    Sinkhorn: "BALANCED",
 }
+_AHEAD: frozenset[type[Mechanism]] = frozenset({Muon, NorMuon, Spectral})
+"""What C code does the rows of: see :class:`_NativeRows`."""
 _FORMATS: dict[type[Format], str] = {
     FP32Format: "FP32",
     BF16Format: "BF16",
     Int8Format: "INT8",
+    Int4Format: "INT4",
+    RowMeanFormat: "FACTORED",
+    ColMeanFormat: "FACTORED",
     FactoredFormat: "FACTORED",
 }
 _DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16"}
@@ -95,13 +111,23 @@ class NativeKernel:
         return () if isinstance(library, str) else library.isas()
 
     def run(self, jobs: Iterable[Job]) -> None:
+        left: list[Job] = []
+        matrices: list[Job] = []
+        for job in self.serve(jobs):
+            (matrices if type(job.layout.mechanism) in _AHEAD else left).append(job)
+        run_matrices(matrices, TILE_NUMEL, _NativeRows(self))
+        if left:
+            self._eager.run(left)
+
+    def serve(self, jobs: Iterable[Job], as_mechanism: str = "") -> list[Job]:
+        """Run what C code can run, under another mechanism's name if one is given; the jobs that are left."""
         words: list[int] = []
         scalars: list[float] = []
         rows: dict[int, tuple[int, object]] = {}  # jobs of one group share their scalars, held so that ids stay theirs
         served: list[Tensor] = []
         left: list[Job] = []
         for job in jobs:
-            form = _form(job.layout, job.param.shape, job.param.dtype, job.grad.dtype)
+            form = _form(job.layout, job.param.shape, job.param.dtype, job.grad.dtype, as_mechanism)
             job_words = None if form is None else _words(job, form)
             if form is None or job_words is None:
                 left.append(job)
@@ -117,11 +143,38 @@ class NativeKernel:
             packed = array("q", words), array("d", scalars)
             self._run(*(each.buffer_info()[0] for each in packed), len(served), torch.get_num_threads(), self.isa)
             torch.autograd.graph.increment_version(served)  # autograd cannot see what C writes
-        if left:
-            self._eager.run(left)
+        return left
 
     def _row(self, job: Job) -> list[float]:
         return [float(job.scalars.get(dotted, job.scalars.get(name, 0.0))) for name, dotted in self._scalars]
+
+
+class _NativeRows(EagerRows):
+    """The rows of matrices, in C where it can: momentum before they are finished, and the parameter's move after."""
+
+    def __init__(self, kernel: NativeKernel) -> None:
+        super().__init__(TILE_NUMEL)
+        self._kernel = kernel
+
+    def directions(self, jobs: Sequence[Job], out: Sequence[Tensor]) -> None:
+        # the direction is what a parameter of zeros becomes, by a step of -1
+        scalars = {**jobs[0].scalars, "step": -1.0, "shrink": 0.0}
+        with_out = [job._replace(param=each, scalars=scalars) for job, each in zip(jobs, out)]
+        left = {id(job.param) for job in self._kernel.serve(with_out, "AHEAD")}
+        rest = [(job, each) for job, each in zip(jobs, out) if id(each) in left]
+        super().directions([job for job, _ in rest], [each for _, each in rest])
+
+    def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
+        moving: list[tuple[Job, Tensor]] = []
+        rest: list[tuple[Job, Tensor]] = []
+        for job, direction in zip(jobs, directions):
+            # a gradient that is no number has to show in its element, which C code would not know of
+            whole = math.isfinite(job.grad.sum().item())
+            (moving if whole else rest).append((job, direction))
+        by_direction = [job._replace(grad=each, maximize=False) for job, each in moving]
+        left = {id(job.grad) for job in self._kernel.serve(by_direction, "SGD")}
+        rest += [(job, direction) for job, direction in moving if id(direction) in left]
+        super().move([job for job, _ in rest], [each for _, each in rest])
 
 
 @functools.cache
@@ -172,18 +225,23 @@ def _words(job: Job, form: _Form) -> list[int] | None:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _form(layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype: torch.dtype) -> _Form | None:
-    library, mechanism = _library(), _MECHANISMS.get(type(layout.mechanism))
-    arrays = [part for stored in layout.formats for part in _arrays(stored)]
+def _form(
+    layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype: torch.dtype, as_mechanism: str
+) -> _Form | None:
+    library, mechanism = _library(), as_mechanism or _MECHANISMS.get(type(layout.mechanism))
+    formats = [each for each in layout.formats if not each.slot.of_direction and as_mechanism != "SGD"]
+    arrays = [part for stored in formats for part in _arrays(stored)]
     if mechanism is None or {param_dtype, grad_dtype} - set(_DTYPES) or not math.prod(shape):
         return None
-    if any(name is None for _, name, _ in arrays):
+    if any(name is None for _, name, _ in arrays) or _is_beyond(layout.shape, formats, mechanism):
         return None
     assert not isinstance(library, str)
     places, types = _places(), {name: index + 1 for index, name in enumerate(library.TYPES)}
     words = [0] * len(places)
-    for name, value in _geometry(shape).items():
+    for name, value in (_geometry(_matrix(layout, shape)) | _turns(layout.mechanism.norms)).items():
         words[places[name]] = value
+    if layout.mechanism.norms:
+        words[places["v.type"]] = types["FACTORED"]
     words[places["mechanism"]] = library.MECHANISMS.index(mechanism)
     words[places["param.type"]], words[places["grad.type"]] = types[_DTYPES[param_dtype]], types[_DTYPES[grad_dtype]]
     buffers: list[tuple[int, str]] = []
@@ -200,6 +258,9 @@ def _arrays(stored: Format) -> list[tuple[str, str | None, dict[str, str]]]:
     name, known = stored.slot.name, _FORMATS.get(type(stored))
     if known is None:
         return [(name, None, {})]
+    if isinstance(stored, MeanFormat):
+        axis = "row" if isinstance(stored, RowMeanFormat) else "col"
+        return [(name, known, {}), (f"{name}_{axis}", "FP32", {"data": stored.key("")})]
     if not isinstance(stored, FactoredFormat):
         return [(name, known, _parts(stored, ""))]
     factors = [(f"{name}_{each}", _FORMATS.get(type(factor)), _parts(stored, each)) for each, factor in stored.factors]
@@ -207,12 +268,32 @@ def _arrays(stored: Format) -> list[tuple[str, str | None, dict[str, str]]]:
 
 
 def _parts(stored: Format, factor: str) -> dict[str, str]:
-    """The state's keys of an array's data and exponents. Dense numbers have the array's own name."""
+    """The state's keys of an array's data, and of its exponents or scales. Dense numbers have the array's own name."""
     keys = dict(stored.keys)
     if factor in keys:
         return {"data": keys[factor]}
-    named = {"data": "codes", "exponents": "exponents"}
+    named = {"data": "codes"} | {part: part for part in ("exponents", "scales") if joined(factor, part) in keys}
     return {part: keys[joined(factor, buffer)] for part, buffer in named.items()}
+
+
+def _is_beyond(shape: Shape, formats: Sequence[Format], mechanism: str) -> bool:
+    """What C code has every part of, but not all of it together."""
+    if any(isinstance(stored, MeanFormat) for stored in formats):
+        return mechanism != "ADAM"
+    is_stack = mechanism == "BALANCED" and len(matrix_shape(shape)) > 2
+    return is_stack and any(stored.shares for stored in formats)  # groups do not end with the rows of its matrices
+
+
+def _matrix(layout: Layout, shape: torch.Size) -> Shape:
+    """The shape that factors are of."""
+    if layout.mechanism.norms:
+        return matrix_shape(layout.shape)
+    kept = (stored.matrix for stored in layout.formats if isinstance(stored, (FactoredFormat, MeanFormat)))
+    return next(kept, tuple(shape))
+
+
+def _turns(norms: Sequence[str]) -> dict[str, int]:
+    return {"turns": len(norms), "row_turns": sum(1 << turn for turn, norm in enumerate(norms) if norm == "row")}
 
 
 def _geometry(shape: Shape | torch.Size) -> dict[str, int]:

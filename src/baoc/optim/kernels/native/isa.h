@@ -5,9 +5,10 @@
  * is `baoc/optim/kernels/update.py` with the codecs and mechanisms that it calls; tests compare the two for every
  * configuration.
  */
+#include "balance.h"
 #include "factors.h"
 #include "tile.h"
 
 const kernel ISA(kernel) = {
-    ISA(update), ISA(measure), ISA(absorb), ISA(blend), ISA(read_factor), ISA(normalise), ISA(take_root),
+    ISA(update), ISA(measure), ISA(balance), ISA(absorb), ISA(blend), ISA(read_factor), ISA(normalise), ISA(take_root),
 };

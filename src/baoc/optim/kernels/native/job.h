@@ -5,11 +5,13 @@
 
 #include <stdint.h>
 
-#define TYPES(X) X(FP32) X(BF16) X(INT8) X(FACTORED) /* from 1 on; 0: the array is not there */
-#define MECHANISMS(X) X(SGD) X(MOMENTUM) X(ADAM) X(ADAFACTOR)
+#define TYPES(X) X(FP32) X(BF16) X(INT8) X(INT4) X(FACTORED) /* from 1 on; 0: the array is not there */
+#define MECHANISMS(X) X(SGD) X(MOMENTUM) X(ADAM) X(ADAFACTOR) X(LION) X(BALANCED) \
+    X(AHEAD) /* writes Nesterov's look ahead to `param`, and makes no update of it */
 
-/* One stored array: dense numbers, or codes with one exponent per group. `data` and `exponents` are addresses. */
-#define ARRAY_PARTS(X) X(type) X(data) X(exponents)
+/* One stored array: dense numbers, or codes with one exponent (int8) or scale (int4) per group. All but the type are
+ * addresses. */
+#define ARRAY_PARTS(X) X(type) X(data) X(exponents) X(scales)
 
 #define JOB_NUMBERS(X) \
     X(mechanism) X(numel) \
@@ -17,14 +19,17 @@
     X(outer) X(matrices) X(rows) X(cols)   /* what factors are kept for: `outer` stacks of `matrices` of `rows` x `cols` */ \
     X(scalars)                             /* which of the job_scalars are its own */ \
     X(negate)                              /* maximize */ \
+    X(turns) X(row_turns)                  /* balanced: how often lines are brought to one size; bit i: turn i is rows' */ \
     X(m_phase) X(v_phase)
 
-/* `v` of type FACTORED has its numbers in `v_row`, (outer, matrices, rows), and `v_col`, (outer, matrices, cols). */
+/* `v` of type FACTORED has its numbers in `v_row`, (outer, matrices, rows), and `v_col`, (outer, matrices, cols); one of
+ * them alone makes it a mean along one axis. Balanced updates have factors too, and none of them is stored. */
 #define JOB_ARRAYS(X) X(param) X(grad) X(m) X(v) X(v_row) X(v_col)
 
 #define JOB_SCALARS(X) \
     X(step) X(shrink) X(coupled_decay) X(m_keep) X(m_add) X(v_keep) X(v_add) \
     X(m_mass) X(v_mass_sqrt) X(eps)                         /* adam */ \
+    X(of_m) X(of_grad)                                      /* lion, balanced, ahead */ \
     X(v_floor) X(v_mean_floor) X(min_param_rms) X(clip)     /* factored, adafactor */
 
 #define ENTRY(name) name,

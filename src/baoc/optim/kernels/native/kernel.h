@@ -20,6 +20,7 @@ typedef struct {
 typedef struct {
     void (*update)(const job *, const factors *, double factor, int64_t first, int64_t n);
     squares (*measure)(const job *, const factors *, int64_t first, int64_t n);
+    void (*balance)(const job *, int64_t first, int64_t lines, int rows, float *row, const float *col, float *col_sums);
     void (*absorb)(const job *, int64_t first, int64_t lines, float *row_means, float *col_sums);
     void (*blend)(const array *, const job *, int64_t row, int64_t first, int64_t n, float *means);
     void (*read_factor)(const array *, int64_t row, int64_t first, int64_t n, float *out);

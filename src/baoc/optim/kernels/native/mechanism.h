@@ -8,6 +8,7 @@
 typedef struct {
     float step, shrink;
     float m_keep, m_add, v_keep, v_add;
+    float of_m, of_grad;
     float root_scale, v_floor, root_floor, inverse_ceiling, eps;
     float root_over_step, eps_over_step;     /* Adam's denominator, divided by the step's length */
     float least_square, m_suspect, v_suspect; /* see tile.h */
@@ -25,6 +26,8 @@ static numbers numbers_of(const job *job, double factor)
         .m_add = (float)s->m_add,
         .v_keep = (float)s->v_keep,
         .v_add = (float)s->v_add,
+        .of_m = (float)s->of_m,
+        .of_grad = job->words->m.type ? (float)s->of_grad : 1.0f,
         .root_scale = (float)(adam ? 1.0 / s->v_mass_sqrt : 0.0),
         .v_floor = (float)s->v_floor,
         .root_floor = (float)sqrt(s->v_floor),
@@ -43,8 +46,14 @@ static numbers numbers_of(const job *job, double factor)
     return c;
 }
 
-/* How far the parameter moves. Adafactor gets 1 / v_root if v is factored. Adam with exact state is torch's to the last
- * bits; what is rounded anyway does with a multiplication less. */
+/* What normalised mechanisms go by. */
+INLINE vfloat look_ahead(const numbers *c, vfloat g, vfloat m)
+{
+    return fused_add(m, vfloat_of(c->of_m), g * c->of_grad);
+}
+
+/* How far the parameter moves. Adafactor gets 1 / v_root if v is factored, and balanced updates their factor. Adam with
+ * exact state is torch's to the last bits; what is rounded anyway does with a multiplication less. */
 INLINE vfloat direction(int mechanism, int m_type, int v_type, const numbers *c, vfloat g, vfloat m, vfloat v_root)
 {
     switch (mechanism) {
@@ -59,6 +68,12 @@ INLINE vfloat direction(int mechanism, int m_type, int v_type, const numbers *c,
             return g * c->step * choose(less(ceiling, v_root), ceiling, v_root);
         return g * c->step / choose(less(v_root, floor), floor, v_root);
     }
+    case LION: {
+        const vfloat zero = {0}, ahead = look_ahead(c, g, m);
+        return choose(less(zero, ahead), vfloat_of(c->step), choose(less(ahead, zero), vfloat_of(-c->step), zero));
+    }
+    case BALANCED: return look_ahead(c, g, m) * c->step * v_root;
+    case AHEAD: return look_ahead(c, g, m) * c->step;
     default: return g * c->step;
     }
 }

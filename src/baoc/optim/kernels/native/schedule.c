@@ -5,6 +5,7 @@
  */
 #include "schedule.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -69,7 +70,7 @@ static void meet(team team)
 typedef struct {
     float *row;        /* one matrix: (rows); stacks: one (matrices, rows) for each of the team */
     float *col;        /* one matrix: (cols); stacks: one (matrices, cols) for each of the team */
-    float *partial;    /* one matrix: (STRIPS, cols) */
+    float *partial;    /* one matrix: (STRIPS, cols); balanced stacks: as col */
     squares *sums;     /* one for each span, or stack */
 } scratch;
 
@@ -87,7 +88,7 @@ static size_t scratch_bytes(const job_words *w, int threads, scratch *parts, cha
     if (w->v.type == FACTORED) {
         row = copies * (size_t)(w->matrices * w->rows);
         col = copies * (size_t)(w->matrices * w->cols);
-        partial = is_stack(w) ? 0 : (size_t)(strip_count(w) * w->cols);
+        partial = !is_stack(w) ? (size_t)(strip_count(w) * w->cols) : w->mechanism == BALANCED ? col : 0;
     }
     size_t sums = w->mechanism == ADAFACTOR ? (size_t)sum_count(w) : 0;
     if (parts) {
@@ -97,6 +98,29 @@ static size_t scratch_bytes(const job_words *w, int threads, scratch *parts, cha
         parts->partial = parts->col + col;
     }
     return sums * sizeof(squares) + (row + col + partial) * sizeof(float);
+}
+
+static void fill_ones(float *x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        x[i] = 1.0f;
+}
+
+static void take_inverse_roots(float *means, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        means[i] = 1.0f / sqrtf(means[i] < FLT_MIN ? FLT_MIN : means[i]);
+}
+
+/* Means over columns, from the sums of all strips. */
+static void add_strips(const job_words *w, scratch *s)
+{
+    memcpy(s->col, s->partial, sizeof(float) * (size_t)w->cols);
+    for (int64_t strip = 1; strip < strip_count(w); strip++)
+        for (int64_t i = 0; i < w->cols; i++)
+            s->col[i] += s->partial[strip * w->cols + i];
+    for (int64_t i = 0; i < w->cols; i++)
+        s->col[i] /= (float)w->rows;
 }
 
 /* One matrix: strips of rows, then columns added up over the strips. */
@@ -109,22 +133,67 @@ static void absorb_matrix(const job *job, const kernel *k, team team, scratch *s
         float *col_sums = s->partial + strip * w->cols;
         memset(col_sums, 0, sizeof(float) * (size_t)w->cols);
         k->absorb(job, from * w->cols, to - from, s->row + from, col_sums);
-        k->blend(&w->v_row, job, w->rows, from, to - from, s->row + from);
+        if (w->v_row.type)
+            k->blend(&w->v_row, job, w->rows, from, to - from, s->row + from);
+        else
+            fill_ones(s->row + from, to - from);
         k->take_root(s->row + from, to - from, w->mechanism == ADAFACTOR);
     }
     meet(team);
     if (team.rank == 0) {
-        memcpy(s->col, s->partial, sizeof(float) * (size_t)w->cols);
-        for (int64_t strip = 1; strip < strips; strip++)
-            for (int64_t i = 0; i < w->cols; i++)
-                s->col[i] += s->partial[strip * w->cols + i];
-        for (int64_t i = 0; i < w->cols; i++)
-            s->col[i] /= (float)w->rows;
-        k->blend(&w->v_col, job, w->cols, 0, w->cols, s->col);
-        k->normalise(s->col, w->cols, job->scalars->v_mean_floor);
+        add_strips(w, s);
+        if (w->v_col.type)
+            k->blend(&w->v_col, job, w->cols, 0, w->cols, s->col);
+        else
+            fill_ones(s->col, w->cols);
+        if (w->v_row.type && w->v_col.type)
+            k->normalise(s->col, w->cols, job->scalars->v_mean_floor);
         k->take_root(s->col, w->cols, w->mechanism == ADAFACTOR);
     }
     meet(team);
+}
+
+/* Which lines are brought to one size at a turn, and at the next one in the same pass: rows first, then columns. */
+typedef struct {
+    int rows, cols;
+} turn;
+
+static turn turn_at(const job_words *w, int64_t *at)
+{
+    turn now = {(int)(w->row_turns >> *at & 1), 0};
+    *at += now.rows;
+    if (*at < w->turns && !(w->row_turns >> *at & 1)) {
+        now.cols = 1;
+        *at += 1;
+    }
+    return now;
+}
+
+/* One matrix: factors that bring its rows and columns to one size, turn by turn. */
+static void balance_matrix(const job *job, const kernel *k, team team, scratch *s)
+{
+    const job_words *w = job->words;
+    const int64_t strips = strip_count(w);
+    if (team.rank == 0) {
+        fill_ones(s->row, w->rows);
+        fill_ones(s->col, w->cols);
+    }
+    meet(team);
+    for (int64_t at = 0; at < w->turns;) {
+        const turn now = turn_at(w, &at);
+        for (int64_t strip = team.rank; strip < strips; strip += team.size) {
+            int64_t from = strip * w->rows / strips, to = (strip + 1) * w->rows / strips;
+            float *col_sums = s->partial + strip * w->cols;
+            memset(col_sums, 0, sizeof(float) * (size_t)w->cols);
+            k->balance(job, from * w->cols, to - from, now.rows, s->row + from, s->col, now.cols ? col_sums : NULL);
+        }
+        meet(team);
+        if (team.rank == 0 && now.cols) {
+            add_strips(w, s);
+            take_inverse_roots(s->col, w->cols);
+        }
+        meet(team);
+    }
 }
 
 static factors stack_factors(const job_words *w, team team, const scratch *s, int64_t outer)
@@ -138,7 +207,7 @@ static factors stack_factors(const job_words *w, team team, const scratch *s, in
 static void prepare_stack(const job *job, const kernel *k, const factors *f)
 {
     const job_words *w = job->words;
-    for (int64_t i = 0; i < w->matrices; i++)
+    for (int64_t i = 0; i < w->matrices && w->v_row.type && w->v_col.type; i++)
         k->normalise(f->col + i * w->cols, w->cols, job->scalars->v_mean_floor);
     k->take_root(f->row, w->matrices * w->rows, w->mechanism == ADAFACTOR);
     k->take_root(f->col, w->matrices * w->cols, w->mechanism == ADAFACTOR);
@@ -152,8 +221,34 @@ static void absorb_stack(const job *job, const kernel *k, const factors *f, int6
         k->absorb(job, f->first + i * w->rows * w->cols, w->rows, f->row + i * w->rows, f->col + i * w->cols);
     for (int64_t i = 0; i < w->matrices * w->cols; i++)
         f->col[i] /= (float)w->rows;
-    k->blend(&w->v_row, job, w->matrices * w->rows, outer * w->matrices * w->rows, w->matrices * w->rows, f->row);
-    k->blend(&w->v_col, job, w->matrices * w->cols, outer * w->matrices * w->cols, w->matrices * w->cols, f->col);
+    if (w->v_row.type)
+        k->blend(&w->v_row, job, w->matrices * w->rows, outer * w->matrices * w->rows, w->matrices * w->rows, f->row);
+    else
+        fill_ones(f->row, w->matrices * w->rows);
+    if (w->v_col.type)
+        k->blend(&w->v_col, job, w->matrices * w->cols, outer * w->matrices * w->cols, w->matrices * w->cols, f->col);
+    else
+        fill_ones(f->col, w->matrices * w->cols);
+}
+
+static void balance_stack(const job *job, const kernel *k, const factors *f, float *col_sums)
+{
+    const job_words *w = job->words;
+    fill_ones(f->row, w->matrices * w->rows);
+    fill_ones(f->col, w->matrices * w->cols);
+    for (int64_t i = 0; i < w->matrices; i++) {
+        float *row = f->row + i * w->rows, *col = f->col + i * w->cols;
+        for (int64_t at = 0; at < w->turns;) {
+            const turn now = turn_at(w, &at);
+            memset(col_sums, 0, sizeof(float) * (size_t)w->cols);
+            k->balance(job, f->first + i * w->rows * w->cols, w->rows, now.rows, row, col, now.cols ? col_sums : NULL);
+            if (now.cols) {
+                for (int64_t column = 0; column < w->cols; column++)
+                    col[column] = col_sums[column] / (float)w->rows;
+                take_inverse_roots(col, w->cols);
+            }
+        }
+    }
 }
 
 static void read_stack(const job *job, const kernel *k, const factors *f, int64_t outer)
@@ -188,8 +283,12 @@ static void run_stack(const job *job, const kernel *k, team team, scratch *s)
     const int normalizes = w->mechanism == ADAFACTOR;
     for (int64_t outer = team.rank; outer < w->outer; outer += team.size) {
         factors f = stack_factors(w, team, s, outer);
-        absorb_stack(job, k, &f, outer);
-        prepare_stack(job, k, &f);
+        if (w->mechanism == BALANCED) {
+            balance_stack(job, k, &f, s->partial + team.rank * w->matrices * w->cols);
+        } else {
+            absorb_stack(job, k, &f, outer);
+            prepare_stack(job, k, &f);
+        }
         if (normalizes)
             s->sums[outer] = k->measure(job, &f, f.first, numel);
         else
@@ -214,7 +313,9 @@ static void run_whole(const job *job, const kernel *k, team team, scratch *s)
         return;
     }
     factors f = {0, s->row, s->col};
-    if (w->v.type == FACTORED)
+    if (w->mechanism == BALANCED)
+        balance_matrix(job, k, team, s);
+    else if (w->v.type == FACTORED)
         absorb_matrix(job, k, team, s);
     double factor = 1.0;
     int64_t first, n;

@@ -3,6 +3,7 @@
 #define BAOC_TILE_H
 
 #include "arrays.h"
+#include "int4.h"
 #include "mechanism.h"
 
 #define MOST_GROUPS (TILE / 8) /* rows with fewer than 8 elements are never int8 */
@@ -88,7 +89,7 @@ INLINE progress next(progress at)
 /* One element's gradient has a part in what happens to others: `Layout.shares` in Python. */
 INLINE int shares(int mechanism, int m_type, int v_type)
 {
-    return mechanism == ADAFACTOR || m_type == INT8 || v_type == INT8 || v_type == FACTORED;
+    return mechanism >= ADAFACTOR || m_type == INT8 || v_type == INT8 || v_type == FACTORED;
 }
 
 /* A vector's gradients and the new values of their slots; for a factored v, which has taken in the gradient already, its
@@ -410,7 +411,7 @@ INLINE void advance(int mechanism, int m_type, int v_type, tile *t)
         advance_groups(mechanism, m_type, v_type, t);
     else
         advance_dense(mechanism, m_type, v_type, t);
-    if (t->all.g != given_g)
+    if (t->all.g != given_g && mechanism != AHEAD)
         show_spikes(given_g, t->all.p, t->starts[t->groups]);
 }
 
@@ -419,18 +420,26 @@ INLINE void advance(int mechanism, int m_type, int v_type, tile *t)
 #define CASES_OF_V(mechanism, m_type) \
     CASE(mechanism, m_type, FP32) CASE(mechanism, m_type, BF16) CASE(mechanism, m_type, INT8) \
     CASE(mechanism, m_type, FACTORED)
+#define CASES_OF_M(mechanism, v_type) \
+    CASE(mechanism, FP32, v_type) CASE(mechanism, BF16, v_type) CASE(mechanism, INT8, v_type)
 
+/* A momentum of four bits is unpacked by now. */
 static void advance_tile(const job_words *w, tile *t)
 {
-    switch (w->mechanism * 100 + w->m.type * 10 + w->v.type) {
+    const int64_t m_type = w->m.type == INT4 ? FP32 : w->m.type;
+    switch (w->mechanism * 100 + m_type * 10 + w->v.type) {
         CASE(SGD, 0, 0)
-        CASE(MOMENTUM, FP32, 0)
-        CASE(MOMENTUM, BF16, 0)
-        CASE(MOMENTUM, INT8, 0)
-        CASES_OF_V(ADAM, FP32)
-        CASES_OF_V(ADAM, BF16)
-        CASES_OF_V(ADAM, INT8)
+        CASES_OF_M(MOMENTUM, 0)
+        CASES_OF_M(ADAM, FP32)
+        CASES_OF_M(ADAM, BF16)
+        CASES_OF_M(ADAM, INT8)
+        CASES_OF_M(ADAM, FACTORED)
         CASES_OF_V(ADAFACTOR, 0)
+        CASES_OF_M(LION, 0)
+        CASES_OF_M(AHEAD, 0)
+        CASES_OF_M(BALANCED, FACTORED)
+        CASE(AHEAD, 0, 0)
+        CASE(BALANCED, 0, FACTORED)
     }
 }
 
@@ -459,6 +468,20 @@ static void expand(const job_words *w, const factors *f, int64_t first, int n, f
     }
 }
 
+/* Four bits: floats before, codes after. */
+static void advance_packed(const job_words *w, tile *t, int n, float *m)
+{
+    const float *given_g = t->all.g;
+    unpack_int4(&w->m, w->row, t->all.first, n, m);
+    t->all.m.data = m;
+    if (has_spike(given_g, n))
+        leave_spikes_out(t, 0, n);
+    advance_tile(w, t);
+    pack_int4(&w->m, w->row, t->all.first, n, m, t->all.g, t->all.m.phase);
+    if (t->all.g != given_g && w->mechanism != AHEAD)
+        show_spikes(given_g, t->all.p, n);
+}
+
 static void update_tile(const job *job, const factors *f, const numbers *c, int64_t first, int n)
 {
     const job_words *w = job->words;
@@ -481,7 +504,10 @@ static void update_tile(const job *job, const factors *f, const numbers *c, int6
         t.starts[t.groups + 1] = t.starts[t.groups] + width;
         t.groups++;
     }
-    advance_tile(w, &t);
+    if (w->m.type == INT4)
+        advance_packed(w, &t, n, m);
+    else
+        advance_tile(w, &t);
     write_param(&w->param, first, n, t.all.p);
 }
 

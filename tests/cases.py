@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from baoc import CATALOG, BlockOptimizer, Configuration, parse
-from baoc.core.configuration import BEYOND
+from baoc import BEYOND, CATALOG, BlockOptimizer, Configuration, parse
 
 CONFIGURATIONS: tuple[Configuration, ...] = (
     *CATALOG,

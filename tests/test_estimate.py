@@ -287,7 +287,7 @@ def test_the_table_says_what_was_left_out(tmp_path: Path, capsys: pytest.Capture
     assert lines[1].endswith(" and 34 more")
     assert lines[2] == "frozen, so without state: 295,296 parameters in 2 tensors"
     assert lines[4].split() == ["configuration", "short", "name", "state", "of", "AdamW16", "bytes/parameter"]
-    assert len(lines) == 6 + len(CATALOG)
+    assert len(lines) == 6 + len(CATALOG) + len(BEYOND)
 
 
 # Naming a model

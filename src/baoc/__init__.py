@@ -3,7 +3,7 @@
 from baoc._version import __version__
 from baoc.configurator import BAOC
 from baoc.core.codecs import register_codec
-from baoc.core.configuration import CATALOG, Configuration, ConfigurationError, parse
+from baoc.core.configuration import BEYOND, CATALOG, Configuration, ConfigurationError, parse
 from baoc.core.mechanisms import register_mechanism
 from baoc.optim.checkpoint import CheckpointError
 from baoc.optim.measure import state_bytes
@@ -15,6 +15,7 @@ from baoc.profiling.profiler import Profiler
 
 __all__ = [
     "BAOC",
+    "BEYOND",
     "CATALOG",
     "Block",
     "BlockOptimizer",

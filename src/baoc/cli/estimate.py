@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from baoc.core.configuration import CATALOG, REFERENCE, parse
+from baoc.core.configuration import BEYOND, CATALOG, REFERENCE, parse
 from baoc.core.roles import roles_of
 from baoc.core.spec import SMALL_NUMEL, Shape
 from baoc.core.text import human_bytes, table
@@ -86,7 +86,7 @@ def register(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the table, or the JSON."""
-    configurations = list(dict.fromkeys(map(parse, args.configuration))) or CATALOG
+    configurations = list(dict.fromkeys(map(parse, args.configuration))) or (*CATALOG, *BEYOND)
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints while it is built is not our output
         model = resolve(args.model)
     kept, excluded = split_excluded(trainable_shapes(model), args.exclude)

@@ -10,10 +10,9 @@
 #define INT4_TOP 7.0f
 #define INT4_ZERO 8
 #define INT4_SMALLEST_SCALE 0x1p-100f
-#define NOISE_ONE 65536.0f
+#define INT4_DROPPED 16 /* bits below the point of a level */
 
 INLINE vfloat to_float(vint x) { return __builtin_convertvector(x, vfloat); }
-INLINE vint truncated(vfloat x) { return __builtin_convertvector(x, vint); }
 
 /* Where a group's codes and scale are, and how many of its elements are there. */
 typedef struct {
@@ -57,12 +56,12 @@ INLINE vint int4_codes(const float *x, const float *g, float per_unit, uint32_t 
 {
     if (!count)
         return vint_of(INT4_ZERO);
-    const vfloat value = load(x, count), level = magnitude(value) * per_unit;
-    const vint below = truncated(level);
-    const vint dither = choose_int(equal(load(g, count), vfloat_of(0.0f)), vint_of(0), noise(sequence_at(phase, element), 16));
-    const vfloat carried = (level - to_float(below)) * NOISE_ONE + to_float(dither + least_noise(16));
-    const vint code = choose_int(less(carried, vfloat_of(NOISE_ONE)), below, below + 1);
-    return choose_int(less(value, vfloat_of(0.0f)), -code, code) + INT4_ZERO;
+    const vfloat value = load(x, count);
+    const vint level = __builtin_convertvector(magnitude(value) * per_unit * (float)(1 << INT4_DROPPED), vint);
+    const vint dither = choose_int(equal(load(g, count), vfloat_of(0.0f)), vint_of(0),
+                                   noise(sequence_at(phase, element), INT4_DROPPED));
+    const vint code = (level + dither + least_noise(INT4_DROPPED)) >> INT4_DROPPED;
+    return signed_like(code, value) + INT4_ZERO;
 }
 
 static void pack_int4(const array *stored, int64_t row, int64_t first, int n, const float *x, const float *g, uint32_t phase)

@@ -52,7 +52,7 @@ INLINE vfloat look_ahead(const numbers *c, vfloat g, vfloat m)
     return fused_add(m, vfloat_of(c->of_m), g * c->of_grad);
 }
 
-/* How far the parameter moves. Adafactor gets 1 / v_root if v is factored, and balanced updates their factor. Adam with
+/* How far the parameter moves. Adafactor gets 1 / v_root if v is factored, and balanced updates get their factor. Adam with
  * exact state is torch's to the last bits; what is rounded anyway does with a multiplication less. */
 INLINE vfloat direction(int mechanism, int m_type, int v_type, const numbers *c, vfloat g, vfloat m, vfloat v_root)
 {

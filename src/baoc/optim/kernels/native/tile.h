@@ -430,10 +430,9 @@ static void advance_tile(const job_words *w, tile *t)
     switch (w->mechanism * 100 + m_type * 10 + w->v.type) {
         CASE(SGD, 0, 0)
         CASES_OF_M(MOMENTUM, 0)
-        CASES_OF_M(ADAM, FP32)
-        CASES_OF_M(ADAM, BF16)
-        CASES_OF_M(ADAM, INT8)
-        CASES_OF_M(ADAM, FACTORED)
+        CASES_OF_V(ADAM, FP32)
+        CASES_OF_V(ADAM, BF16)
+        CASES_OF_V(ADAM, INT8)
         CASES_OF_V(ADAFACTOR, 0)
         CASES_OF_M(LION, 0)
         CASES_OF_M(AHEAD, 0)
@@ -469,13 +468,14 @@ static void expand(const job_words *w, const factors *f, int64_t first, int n, f
 }
 
 /* Four bits: floats before, codes after. */
-static void advance_packed(const job_words *w, tile *t, int n, float *m)
+static void advance_packed(const job_words *w, tile *t, float *m)
 {
+    const int n = t->starts[t->groups];
     const float *given_g = t->all.g;
-    unpack_int4(&w->m, w->row, t->all.first, n, m);
-    t->all.m.data = m;
     if (has_spike(given_g, n))
         leave_spikes_out(t, 0, n);
+    unpack_int4(&w->m, w->row, t->all.first, n, m);
+    t->all.m.data = m;
     advance_tile(w, t);
     pack_int4(&w->m, w->row, t->all.first, n, m, t->all.g, t->all.m.phase);
     if (t->all.g != given_g && w->mechanism != AHEAD)
@@ -485,7 +485,7 @@ static void advance_packed(const job_words *w, tile *t, int n, float *m)
 static void update_tile(const job *job, const factors *f, const numbers *c, int64_t first, int n)
 {
     const job_words *w = job->words;
-    float g[TILE], clean_g[TILE], p[TILE], m[TILE], v[TILE];
+    float g[TILE], clean_g[TILE], p[TILE], m[TILE], v[TILE], unpacked[TILE];
     group_cursor at = group_at(w->row, first);
     tile t;
     t.all.c = *c;
@@ -505,7 +505,7 @@ static void update_tile(const job *job, const factors *f, const numbers *c, int6
         t.groups++;
     }
     if (w->m.type == INT4)
-        advance_packed(w, &t, n, m);
+        advance_packed(w, &t, unpacked);
     else
         advance_tile(w, &t);
     write_param(&w->param, first, n, t.all.p);

@@ -212,6 +212,33 @@ def test_strided_parameters_and_gradients_are_updated_in_place():
     assert torch.allclose(expanded, torch.full((80, 160), 0.9))
 
 
+@needs_native
+@pytest.mark.parametrize(**by_isa)
+@pytest.mark.parametrize(**by_configuration)
+def test_channels_last_is_updated_to_the_same_bits(configuration, isa, monkeypatch):
+    """Whether the parameter, the gradient or both lie in memory that way, and with nothing left to slower code."""
+
+    def refused(self, jobs):
+        raise AssertionError(f"the native kernel left {list(jobs)}")
+
+    monkeypatch.setattr(EagerKernel, "run", refused)
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for shape in ((24, 20, 3, 3), (5, 130, 4, 4), (7, 67, 2, 3, 2), (3, 9, 13, 17)):
+        for param_dtype, grad_dtype in DTYPES:
+            plain = Trained(configuration, shape, param_dtype)
+            turned = [plain.copy() for _ in range(3)]
+            for each in turned[:2]:
+                each.param = each.param.to(memory_format=last[len(shape)])
+            for grad in gradients(shape, 2, dtype=grad_dtype):
+                grad.view(-1)[::7] = 0
+                plain.step(NativeKernel(isa), grad)
+                turned[0].step(NativeKernel(isa), grad)
+                for each in turned[1:]:
+                    each.step(NativeKernel(isa), grad.to(memory_format=last[len(shape)]))
+            for each in turned:
+                assert_same_bits(plain, each)
+
+
 class Tagged(Tensor):
     """A subclass that changes nothing."""
 

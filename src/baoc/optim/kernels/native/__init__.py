@@ -1,8 +1,9 @@
 """The update in C: one pass over memory in tiles that stay in the L1 cache, and all tensors of a step in one call.
 
 The C code is given addresses and knows nothing of torch, so one build serves every version of it. It serves exactly
-the mechanisms and formats that are named here, by their very class, in plain contiguous fp32 and bf16 tensors. Whatever
-else there is (a class derived from one of these, other dtypes, views, tensor subclasses) the eager kernel runs.
+the mechanisms and formats that are named here, by their very class, in plain fp32 and bf16 tensors that are contiguous,
+in their own order or with channels last. Whatever else there is (a class derived from one of these, other dtypes, views,
+tensor subclasses) the eager kernel runs.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ _FORMATS: dict[type[Format], str] = {
     FactoredFormat: "FACTORED",
 }
 _DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16"}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _PLAIN = (Tensor, nn.Parameter)  # a subclass may have its numbers anywhere
 
 
@@ -192,7 +194,9 @@ class _Form(NamedTuple):
     template: list[int]  # the struct ``job_words``, with zeros for what changes
     buffers: tuple[tuple[int, str], ...]  # where a buffer's address goes, and its key in the state
     param: int  # where each of these goes
+    param_planes: int  # channels come next
     grad: int
+    grad_planes: int
     scalars: int
     negate: int
     m_phase: int
@@ -202,12 +206,18 @@ class _Form(NamedTuple):
 def _words(job: Job, form: _Form) -> list[int] | None:
     """A job as ``job_words``, or ``None`` if one of its tensors is not what C code would take it for."""
     _, param, grad, state, _, phases, _, maximize, place, _ = job
-    template, buffers, param_at, grad_at, _, negate_at, m_phase_at, v_phase_at = form
+    template, buffers, param_at, param_planes_at, grad_at, grad_planes_at, _, negate_at, m_phase_at, v_phase_at = form
     if place is not WHOLE or type(param) not in _PLAIN or type(grad) not in _PLAIN:
         return None  # C code adds up what is here, and reads it at its address as it is
-    if not (param.is_contiguous() and grad.is_contiguous()) or grad.is_neg():
+    if grad.is_neg():
         return None
     words = template.copy()
+    for tensor, at in ((param, param_planes_at), (grad, grad_planes_at)):
+        if not tensor.is_contiguous():
+            planes_and_channels = _planes_and_channels(tensor)
+            if planes_and_channels is None:
+                return None
+            words[at : at + 2] = planes_and_channels
     address = words[param_at] = param.data_ptr()
     grad_address = words[grad_at] = grad.data_ptr()
     found = address and grad_address
@@ -222,6 +232,18 @@ def _words(job: Job, form: _Form) -> list[int] | None:
     if not found:
         job.refuse_freed()
     return words
+
+
+def _planes_and_channels(tensor: Tensor) -> tuple[int, int] | None:
+    """How a row of a tensor lies in memory that is in one of the formats with channels last; ``None``: it is in none.
+
+    >>> _planes_and_channels(torch.zeros(8, 4, 3, 3).to(memory_format=torch.channels_last))
+    (9, 4)
+    """
+    memory_format = _CHANNELS_LAST.get(tensor.dim())
+    if memory_format is None or not tensor.is_contiguous(memory_format=memory_format):
+        return None
+    return math.prod(tensor.shape[2:]), tensor.shape[1]
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -249,7 +271,10 @@ def _form(
         assert type_name is not None
         words[places[f"{array_name}.type"]] = types[type_name]
         buffers += [(places[f"{array_name}.{part}"], key) for part, key in keys.items()]
-    changing = ("param.data", "grad.data", "scalars", "negate", "m_phase", "v_phase")
+    changing = (
+        *("param.data", "param.planes", "grad.data", "grad.planes"),
+        *("scalars", "negate", "m_phase", "v_phase"),
+    )
     return _Form(words, tuple(buffers), *(places[name] for name in changing))
 
 

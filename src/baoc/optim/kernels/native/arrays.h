@@ -4,27 +4,45 @@
 
 #include "codec.h"
 #include "kernel.h"
+#include "planes.h"
 
 /* How many of a vector's lanes are left at element `i` of `n`. */
 INLINE int lanes_left(int n, int i) { return n - i < LANES ? n - i : LANES; }
 
+/* At most TILE numbers, in logical order: where they are, or in `out`. */
 static float *floats_of(const array *stored, int64_t first, int n, float *out)
 {
-    if (stored->type == FP32)
+    if (stored->type == FP32 && !stored->planes)
         return (float *)(intptr_t)stored->data + first;
+    if (stored->type == FP32) {
+        turn_planes(stored, first, n, out, 0);
+        return out;
+    }
+    uint16_t ordered[TILE];
     const uint16_t *data = (const uint16_t *)(intptr_t)stored->data + first;
+    if (stored->planes) {
+        turn_planes(stored, first, n, ordered, 0);
+        data = ordered;
+    }
     for (int i = 0; i < n; i += LANES)
         store(out + i, decode_bf16(load_u16(data + i, lanes_left(n, i))), lanes_left(n, i));
     return out;
 }
 
-static void write_param(const array *stored, int64_t first, int n, const float *x)
+/* Writes back what `floats_of` gave. */
+static void write_param(const array *stored, int64_t first, int n, float *x)
 {
-    if (stored->type == FP32)
-        return; /* updated in place */
-    uint16_t *data = (uint16_t *)(intptr_t)stored->data + first;
+    if (stored->type == FP32) {
+        if (stored->planes)
+            turn_planes(stored, first, n, x, 1);
+        return; /* else updated in place */
+    }
+    uint16_t ordered[TILE];
+    uint16_t *data = stored->planes ? ordered : (uint16_t *)(intptr_t)stored->data + first;
     for (int i = 0; i < n; i += LANES)
         store_16(data + i, round_to_bf16(load(x + i, lanes_left(n, i))), lanes_left(n, i));
+    if (stored->planes)
+        turn_planes(stored, first, n, ordered, 1);
 }
 
 /* fp32 gradient to descend on, with L2 decay if there is any. */

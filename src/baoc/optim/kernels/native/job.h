@@ -9,9 +9,9 @@
 #define MECHANISMS(X) X(SGD) X(MOMENTUM) X(ADAM) X(ADAFACTOR) X(LION) X(BALANCED) \
     X(AHEAD) /* writes Nesterov's look ahead to `param`, and makes no update of it */
 
-/* One stored array: dense numbers, or codes with one exponent (int8) or scale (int4) per group. All but the type are
- * addresses. */
-#define ARRAY_PARTS(X) X(type) X(data) X(exponents) X(scales)
+/* One stored array: dense numbers, or codes with one exponent (int8) or scale (int4) per group, all three of them
+ * addresses. `planes` and `channels` tell how a parameter or gradient lies in memory, see planes.h; 0: in its order. */
+#define ARRAY_PARTS(X) X(type) X(data) X(exponents) X(scales) X(planes) X(channels)
 
 #define JOB_NUMBERS(X) \
     X(mechanism) X(numel) \

@@ -81,10 +81,16 @@ def assert_same_to_rounding(reference: Trained, other: Trained) -> None:
         span = held.float().abs().max() * 1e-6
         if held.dtype == torch.bfloat16:
             code = 2.0**-7 * held.float().abs() + span
-            assert ((found.float() - held.float()).abs() <= code).all(), key
+            assert ((found.float() - held.float()).abs() > code).sum() <= _signs_of_nothing(reference), key
             assert (found != held).sum() <= max(1, held.numel() // 100), key
         else:
-            assert torch.allclose(found, held, rtol=1e-5, atol=float(span)), key
+            apart = ~torch.isclose(found, held, rtol=1e-5, atol=float(span))
+            assert apart.sum() <= (_signs_of_nothing(reference) if key == "param" else 0), key
+
+
+def _signs_of_nothing(trained: Trained) -> int:
+    """Elements of Lion's whose momentum and gradient cancel: the sign of what is left is rounding's."""
+    return max(1, trained.param.numel() // 1000) if trained.configuration.mechanism_name == "lion" else 0
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="there is no C compiler")

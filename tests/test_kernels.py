@@ -40,7 +40,7 @@ def test_tiles_do_not_change_the_result(configuration, monkeypatch):
 @pytest.mark.parametrize("kernel", ["auto", "eager"])
 @pytest.mark.parametrize(**by_configuration)
 def test_no_copy_of_a_whole_state_is_made(configuration, kernel):
-    """A step's temporaries are tiles, however large the parameter is."""
+    """A step's temporaries are tiles, however large the parameter is, or what iterations on a matrix need."""
     param = nn.Parameter(torch.randn(2048, 1024))
     optimizer = BlockOptimizer([param], plan=configuration, kernel=kernel, maximize=True)
     train(optimizer, param, gradients((2048, 1024), 1))
@@ -48,7 +48,8 @@ def test_no_copy_of_a_whole_state_is_made(configuration, kernel):
     with PeakMemory() as memory:
         optimizer.step()
     tile = eager.TILE_NUMEL * 4
-    assert memory.peak <= 20 * tile < param.numel() * 4
+    of_matrix = configuration.mechanism.workspace(2048, 1024) * 4 if configuration.mechanism.reach is Reach.MATRIX else 0
+    assert memory.peak <= 20 * tile + of_matrix and 20 * tile < param.numel() * 4
 
 
 @needs_compiler

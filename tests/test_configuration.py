@@ -61,6 +61,12 @@ def test_every_tuple_is_a_configuration_or_refused(code, bits):
         ("adamw[m=int8,m=bf16]", "given twice"),
         ("adamw[m]", "has no codec"),
         ("adamw-7", "cannot read"),
+        ("adamw-4", "int4 cannot store 'v'.*Use fp32"),
+        ("adafactor-4", "no 'factored' in 4 bits"),
+        ("muon[m=factored]", "factored cannot store 'm'.*signed"),
+        ("normuon[o=fp32]", "fp32 cannot store 'o'.*Use row-mean"),
+        ("spectral[m=int8]", "spectral has no slot 'm'.*keeps no state"),
+        ("muon-8 else", "cannot read"),
         ("", "cannot read"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from baoc import CATALOG, BlockOptimizer, __version__, state_bytes
+from baoc import BEYOND, CATALOG, BlockOptimizer, __version__, state_bytes
 from baoc.cli import main
 from baoc.core.configuration import REFERENCE, parse
 from baoc.models import MODELS, ViT
@@ -141,7 +141,7 @@ def test_json_has_what_a_program_needs() -> None:
         "reference": "adamw[m=bf16,v=bf16]",
         "reference_bytes": 498_232_320,
     }
-    assert [row["configuration"] for row in rows] == [str(configuration) for configuration in CATALOG]
+    assert [row["configuration"] for row in rows] == [str(configuration) for configuration in (*CATALOG, *BEYOND)]
     assert rows[CATALOG.index(REFERENCE)] == {
         "configuration": "adamw[m=bf16,v=bf16]",
         "alias": "adamw-16",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from baoc import BlockOptimizer, Configuration, parse
-from baoc.core.spec import Hyper
+from baoc.core.spec import Hyper, Reach
 from baoc.optim import kernels
 from baoc.optim.kernels import native
 from baoc.optim.kernels.eager import EagerKernel
@@ -81,10 +81,16 @@ def assert_same_to_rounding(reference: Trained, other: Trained) -> None:
         span = held.float().abs().max() * 1e-6
         if held.dtype == torch.bfloat16:
             code = 2.0**-7 * held.float().abs() + span
-            assert ((found.float() - held.float()).abs() <= code).all(), key
+            assert ((found.float() - held.float()).abs() > code).sum() <= _signs_of_nothing(reference), key
             assert (found != held).sum() <= max(1, held.numel() // 100), key
         else:
-            assert torch.allclose(found, held, rtol=1e-5, atol=float(span)), key
+            apart = ~torch.isclose(found, held, rtol=1e-5, atol=float(span))
+            assert apart.sum() <= (_signs_of_nothing(reference) if key == "param" else 0), key
+
+
+def _signs_of_nothing(trained: Trained) -> int:
+    """Elements of Lion's whose momentum and gradient cancel: the sign of what is left is rounding's."""
+    return max(1, trained.param.numel() // 1000) if trained.configuration.mechanism_name == "lion" else 0
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="there is no C compiler")
@@ -116,6 +122,12 @@ def _edge_of_a_factor(expected: Trained, found: Trained) -> bool:
     return any(not torch.equal(expected.buffers()[key], found.buffers()[key]) for key in low)
 
 
+def is_torchs_own(configuration: Configuration, shape: tuple[int, ...]) -> bool:
+    """Its sums are torch's, in an order that is torch's business: matrix products, and groups that run over lines."""
+    layout = configuration.layout(shape)
+    return layout.reach is Reach.MATRIX or bool(layout.mechanism.norms and layout.formats and len(shape) == 3)
+
+
 @needs_native
 @pytest.mark.parametrize(**by_configuration)
 def test_results_do_not_depend_on_the_number_of_threads(configuration):
@@ -128,7 +140,10 @@ def test_results_do_not_depend_on_the_number_of_threads(configuration):
                 trained[threads] = Trained(configuration, shape)
                 for grad in gradients(shape, 2):
                     trained[threads].step(NativeKernel(), grad)
-                assert_same_bits(trained[1], trained[threads])
+                if is_torchs_own(configuration, shape):
+                    torch.testing.assert_close(trained[1].param, trained[threads].param, rtol=1e-4, atol=1e-5)
+                else:
+                    assert_same_bits(trained[1], trained[threads])
     finally:
         torch.set_num_threads(before)
 

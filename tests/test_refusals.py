@@ -38,6 +38,11 @@ BAD_SETTINGS = [
     ({"beta2_decay": 0.5}, "invalid beta2_decay: 0.5"),
     ({"clip_threshold": 0.5}, "invalid clip_threshold: 0.5"),
     ({"adafactor_eps": (-1.0, 1e-3)}, "invalid adafactor_eps"),
+    ({"update_rms": 0.0}, "invalid update_rms: 0.0"),
+    ({"nesterov_momentum": 1.0}, "invalid nesterov_momentum: 1.0"),
+    ({"newton_schulz": (3.4445, -4.775, 2.0315)}, "invalid newton_schulz.*triples"),
+    ({"newton_schulz": ()}, "invalid newton_schulz"),
+    ({"lion_beta2": 1.0}, "invalid lion_beta2: 1.0"),
 ]
 
 
@@ -118,6 +123,22 @@ def test_a_file_that_is_no_plan_is_said_in_one_line(content, tmp_path):
     with pytest.raises(PlanError, match=r"not a plan file|damaged") as caught:
         Plan.load(tmp_path / "plan.json")
     assert "\n" not in str(caught.value)
+
+
+def test_a_mechanism_that_no_parameter_suits_is_said():
+    vectors = nn.Sequential(nn.LayerNorm(8), nn.BatchNorm1d(8))
+    with pytest.raises(PlanError, match="muon suits none of the 4 parameters.*vector.*'muon.m=int8. else adamw-8'"):
+        BlockOptimizer(vectors, plan="muon-8")
+    optimizer = BlockOptimizer(vectors, plan="muon-8 else adamw-16")
+    with pytest.raises(PlanError, match="spectral suits none"):
+        optimizer.set_plan("spectral")
+    assert {str(block.configuration) for block in optimizer.plan.blocks} == {"adamw[m=bf16,v=bf16]"}
+
+
+def test_a_setting_that_the_plan_has_no_use_for_is_said():
+    with pytest.raises(ValueError, match="update_rms=0.2 would do nothing: .*setting of .*muon.*has adamw"):
+        BlockOptimizer(Net(), plan="adamw-8", update_rms=0.2)
+    assert BlockOptimizer(Net(), plan="muon-8", update_rms=0.2).param_groups[0]["update_rms"] == 0.2
 
 
 def test_an_unknown_configuration_or_kernel_is_refused():

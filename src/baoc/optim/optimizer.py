@@ -37,12 +37,14 @@ class BlockOptimizer(torch.optim.Optimizer):
         params: a module, ``model.parameters()``, ``model.named_parameters()``, or param groups. A group may have a key
             ``configuration`` of its own.
         lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``. SGD's momentum is ``betas[0]``.
-        plan: a :class:`~baoc.Plan`, or one configuration for all parameters. Without one every parameter gets
-            ``adamw-32``, and ``load_state_dict`` takes over the plan of the checkpoint; with one, a checkpoint made
-            under another plan is migrated.
+        plan: a :class:`~baoc.Plan`, or one configuration for all parameters, such as ``"adamw-8"``, or ``"muon-8 else
+            adamw-8"`` where it does not suit all. Without one every parameter gets ``adamw-32``, and
+            ``load_state_dict`` takes over the plan of the checkpoint; with one, a checkpoint made under another plan is
+            migrated.
         kernel: ``"auto"``, ``"native"``, ``"compiled"`` or ``"eager"``; see :attr:`kernel`.
-        settings: hyper-parameters that belong to mechanisms, such as ``beta2_decay``, ``adafactor_eps`` and
-            ``clip_threshold`` (``beta2_decay``, ``eps`` and ``d`` of ``torch.optim.Adafactor``).
+        settings: hyper-parameters that belong to mechanisms, such as ``update_rms``, ``nesterov_momentum`` and
+            ``newton_schulz`` (``momentum`` and ``ns_coefficients`` of ``torch.optim.Muon``), or ``beta2_decay``,
+            ``adafactor_eps`` and ``clip_threshold`` (``beta2_decay``, ``eps`` and ``d`` of ``torch.optim.Adafactor``).
 
     Example:
         >>> model = nn.Linear(256, 128)

@@ -117,6 +117,8 @@ class NativeKernel:
         matrices: list[Job] = []
         for job in self.serve(jobs):
             (matrices if type(job.layout.mechanism) in _AHEAD else left).append(job)
+        for job in matrices:
+            job.refuse_freed()
         run_matrices(matrices, TILE_NUMEL, _NativeRows(self))
         if left:
             self._eager.run(left)

@@ -40,11 +40,11 @@ TRAINED = (
     "adamw[m=bf16,v=bf16]",
     "adamw[m=int8,v=int8]",
     "adamw[m=int8,v=factored]",
-    "adamw[m=linear-nearest,v=linear-nearest]",
-    "adamw[m=linear-nearest,v=sqrt-up]",
+    "adamw[m=float5,v=float3]",
+    "adamw[m=float4,v=float4]",
+    "adamw[m=companded-dithered,v=companded-dithered]",
     "adamw[m=companded-nearest,v=companded-nearest]",
-    "adamw[m=dynamic-nearest,v=dynamic-nearest]",
-    "adamw[m=logarithmic-dithered,v=logarithmic-dithered]",
+    "adamw[m=linear-nearest,v=sqrt-up]",
 )
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from baoc.core.spec import Shape
 
-# Across the elements of a step the phase is an additive recurrence with a "plastic number" ratio, so every step rounds up
-# in the right share of elements.
+# Across the elements of a step the phase is an additive recurrence with a "plastic number" ratio, so every step rounds
+# up in the right share of elements.
 _PHASE_PER_ELEMENT = 0x609FD5
 _PHASE_PER_SLOT = 0x4F1BBD
 _PHASE_BITS = 23

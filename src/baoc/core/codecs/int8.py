@@ -31,8 +31,8 @@ MIN_ROW = 8
 """Rows shorter than this (vectors too: their rows are single elements) have too little in common to share numbers."""
 
 LEAST_EXPONENT, MOST_EXPONENT = 32, 253
-"""Of a group, biased as fp32's are: the smallest code of v must be a normal number and the largest of m a finite one. The
-distance from the least is stored, so a group of zeros has a zero there too."""
+"""Of a group, biased as fp32's are: the smallest code of v must be a normal number and the largest of m a finite one.
+The distance from the least is stored, so a group of zeros has a zero there too."""
 
 _MANTISSA = 23  # bits of fp32
 _NOISE = 16  # bits
@@ -135,8 +135,8 @@ class Int8Format(Format):
 def _with_equal_steps(size: Tensor, bits: Tensor, base: Tensor) -> Tensor:
     """The bits of a size, but that the lowest octave of codes goes down to zero in equal steps.
 
-    It begins at ``base``, read as a float, and would go up to twice that. ``x`` in there has the bits of ``base + x / 2``,
-    which are larger than those of ``x`` there and nowhere above: the larger ones are right everywhere.
+    It begins at ``base``, read as a float, and would go up to twice that. There ``x`` has the bits of ``base + x / 2``,
+    which are larger than its own there and nowhere above: the larger ones are right everywhere.
     """
     return torch.maximum(bits, (size * 0.5 + base.view(torch.float32)).view(torch.int32))
 

@@ -1,9 +1,9 @@
 """The update in C: one pass over memory in tiles that stay in the L1 cache, and all tensors of a step in one call.
 
 The C code is given addresses and knows nothing of torch, so one build serves every version of it. It serves exactly
-the mechanisms and formats that are named here, by their very class, in plain fp32 and bf16 tensors that are contiguous,
-in their own order or with channels last. Whatever else there is (a class derived from one of these, other dtypes, views,
-tensor subclasses) the eager kernel runs.
+the mechanisms and formats that are named here, by their very class, in plain fp32 and bf16 tensors that are contiguous
+in their own order or with channels last. Whatever else there is (a class derived from one of these, other dtypes,
+views, tensor subclasses) the eager kernel runs.
 """
 
 from __future__ import annotations

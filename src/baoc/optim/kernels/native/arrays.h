@@ -45,6 +45,13 @@ static void write_param(const array *stored, int64_t first, int n, float *x)
         turn_planes(stored, first, n, ordered, 1);
 }
 
+/* The address of what comes after elements [first, first + TILE), to fetch it ahead: of rows in planes, the next one. */
+static uintptr_t address_ahead(const array *a, int64_t first)
+{
+    const int64_t row = a->planes * a->channels, distance = row > TILE ? row : TILE;
+    return (uintptr_t)(a->data + (first + distance) * (a->type == FP32 ? 4 : 2));
+}
+
 /* fp32 gradient to descend on, with L2 decay if there is any. */
 static const float *gradient(const job *job, int64_t first, int n, float *out)
 {

@@ -44,17 +44,23 @@ INLINE void turn_block(const float *from, int64_t from_step, float *to, int64_t 
 }
 #endif
 
-/* The transpose of rows x cols numbers, of which rows and columns before `row` and `col` are done. */
-#define DEFINE_TURN_EDGE(name, element)                                                                              \
-    static void name(const element *from, int64_t from_step, element *to, int64_t to_step, int64_t row, int64_t rows, \
-                     int64_t cols)                                                                                   \
-    {                                                                                                                \
-        for (int64_t j = 0; j < cols; j++)                                                                           \
-            for (int64_t i = row; i < rows; i++)                                                                     \
-                to[j * to_step + i] = from[i * from_step + j];                                                       \
+/* The transpose of rows x cols numbers, one by one; the longer way is the inner loop. */
+#define UNROLLED _Pragma("GCC unroll 8")
+#define DEFINE_TURN_EACH(name, element)                                                                             \
+    static void name(const element *from, int64_t from_step, element *to, int64_t to_step, int64_t rows, int64_t cols) \
+    {                                                                                                               \
+        if (rows > cols) {                                                                                          \
+            for (int64_t j = 0; j < cols; j++)                                                                      \
+                UNROLLED for (int64_t i = 0; i < rows; i++)                                                         \
+                    to[j * to_step + i] = from[i * from_step + j];                                                  \
+        } else {                                                                                                    \
+            for (int64_t i = 0; i < rows; i++)                                                                      \
+                UNROLLED for (int64_t j = 0; j < cols; j++)                                                         \
+                    to[j * to_step + i] = from[i * from_step + j];                                                  \
+        }                                                                                                           \
     }
-DEFINE_TURN_EDGE(turn_16, uint16_t)
-DEFINE_TURN_EDGE(turn_edge, float)
+DEFINE_TURN_EACH(turn_16, uint16_t)
+DEFINE_TURN_EACH(turn_each, float)
 
 static void turn_32(const float *from, int64_t from_step, float *to, int64_t to_step, int64_t rows, int64_t cols)
 {
@@ -62,8 +68,8 @@ static void turn_32(const float *from, int64_t from_step, float *to, int64_t to_
     for (int64_t j = 0; j < whole_cols; j += BLOCK)
         for (int64_t i = 0; i < whole_rows; i += BLOCK)
             turn_block(from + i * from_step + j, from_step, to + j * to_step + i, to_step);
-    turn_edge(from, from_step, to, to_step, whole_rows, rows, whole_cols);
-    turn_edge(from + whole_cols, from_step, to + whole_cols * to_step, to_step, 0, rows, cols - whole_cols);
+    turn_each(from + whole_rows * from_step, from_step, to + whole_rows, to_step, rows - whole_rows, whole_cols);
+    turn_each(from + whole_cols, from_step, to + whole_cols * to_step, to_step, rows, cols - whole_cols);
 }
 
 /* Copies elements [first, first + n) of a tensor between memory and logical order, in which `ordered` has them. */
@@ -88,9 +94,9 @@ static void turn_planes(const array *a, int64_t first, int n, void *ordered, int
         } else {
             uint16_t *memory = (uint16_t *)(intptr_t)a->data + start, *here = (uint16_t *)ordered + done;
             if (to_memory)
-                turn_16(here, planes, memory, channels, 0, width, height);
+                turn_16(here, planes, memory, channels, width, height);
             else
-                turn_16(memory, channels, here, planes, 0, height, width);
+                turn_16(memory, channels, here, planes, height, width);
         }
     }
 }

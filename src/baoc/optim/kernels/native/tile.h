@@ -23,6 +23,8 @@ typedef struct {
     int64_t first; /* flat index in the tensor */
     const float *g;
     float *p;
+    uintptr_t g_ahead, p_ahead; /* addresses of what comes after the tile */
+    int in_planes;
     slot m, v;
 } common;
 
@@ -159,6 +161,22 @@ static void show_spikes(const float *g, float *p, int n)
         p[i] += g[i] - g[i];
 }
 
+/* Memory is slow, and arithmetic that needs none of it can go on meanwhile: brings what comes after the tile. */
+#define LINE 64 /* bytes */
+
+INLINE void fetch_ahead(int m_type, int v_type, const common *t, int i, int count)
+{
+    const uintptr_t m = (uintptr_t)t->m.data, v = (uintptr_t)t->v.data, next = (uintptr_t)(i + TILE);
+    for (int byte = 4 * i; byte < 4 * (i + count); byte += LINE) {
+        __builtin_prefetch((const void *)(t->g_ahead + (uintptr_t)byte), 0);
+        __builtin_prefetch((const void *)(t->p_ahead + (uintptr_t)byte), 1);
+    }
+    if (m_type == INT8)
+        __builtin_prefetch((const void *)(m + next), 1);
+    if (v_type == INT8)
+        __builtin_prefetch((const void *)(v + next), 1);
+}
+
 /* ---- dense slots: one pass ---- */
 
 INLINE progress advance_vector(int mechanism, int m_type, int v_type, const common *t, progress at, int i, int count)
@@ -189,6 +207,12 @@ INLINE void advance_dense(int mechanism, int m_type, int v_type, tile *t)
     const common all = t->all;
     progress at = start(&all, 0);
     int i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) {
+        if (all.in_planes) /* processors see other streams coming by themselves */
+            fetch_ahead(m_type, v_type, &all, i, 4 * LANES);
+        for (int k = 0; k < 4; k++)
+            at = advance_vector(mechanism, m_type, v_type, &all, at, i + k * LANES, LANES);
+    }
     for (; i + LANES <= n; i += LANES)
         at = advance_vector(mechanism, m_type, v_type, &all, at, i, LANES);
     if (i < n)
@@ -248,23 +272,6 @@ INLINE vint code_of_m(vfloat m, bases base, progress at)
 INLINE vint code_of_positive_v(vfloat v, bases base, progress at)
 {
     return encode_positive(v, base.v, noise(at.v_sequence, UNSIGNED_DROPPED));
-}
-
-/* This pass waits for roots and divisions more than for memory: meanwhile the bus can bring the next tile. */
-#define LINE 64 /* bytes */
-
-INLINE void fetch_ahead(int m_type, int v_type, const common *t, int i, int count)
-{
-    const uintptr_t g = (uintptr_t)t->g, p = (uintptr_t)t->p, m = (uintptr_t)t->m.data, v = (uintptr_t)t->v.data;
-    const uintptr_t next = (uintptr_t)(i + TILE);
-    for (int byte = 0; byte < 4 * count; byte += LINE) {
-        __builtin_prefetch((const void *)(g + 4 * next + (uintptr_t)byte), 0);
-        __builtin_prefetch((const void *)(p + 4 * next + (uintptr_t)byte), 1);
-    }
-    if (m_type == INT8)
-        __builtin_prefetch((const void *)(m + next), 1);
-    if (v_type == INT8)
-        __builtin_prefetch((const void *)(v + next), 1);
 }
 
 INLINE void settle_group(int mechanism, int m_type, int v_type, const common *t, bases base, int i, int end)
@@ -493,6 +500,9 @@ static void update_tile(const job *job, const factors *f, const numbers *c, int6
     t.all.g = gradient(job, first, n, g);
     t.clean_g = clean_g;
     t.all.p = floats_of(&w->param, first, n, p);
+    t.all.g_ahead = address_ahead(&w->grad, first);
+    t.all.p_ahead = address_ahead(&w->param, first);
+    t.all.in_planes = w->grad.planes || w->param.planes;
     t.all.m = slot_at(&w->m, first, at.group, w->m_phase, m);
     t.all.v = slot_at(&w->v, first, at.group, w->v_phase, v);
     if (w->v.type == FACTORED)

@@ -40,6 +40,8 @@ CANDIDATES: Mapping[str, Coefficients] = {
     "Muon x4": MUON[:4],
     "Muon x3": MUON[:3],
 }
+TRAINED = ("Polar Express x5", "its first 3", "Muon x5", "Muon x3")
+"""Candidates that a model is trained with; the others lie between."""
 LENGTHS = (0.1, 0.2, 0.3, 0.4, 0.6)
 LOOKED_AT = (1, 10, 50)
 """Steps after which the length of an update is measured, besides the last."""
@@ -178,19 +180,19 @@ def with_coefficients(coefficients: Coefficients) -> str:
 
 
 def coefficients_part(trainings: Trainings, workload: Workload, lr_factor: float, steps: int) -> list[str]:
-    names = {name: with_coefficients(found) for name, found in CANDIDATES.items()}
+    names = {name: with_coefficients(CANDIDATES[name]) for name in TRAINED}
     rows = trainings.losses(workload, list(names.values()), lr_factor, steps)
     gaussian = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
-    default, five = names["Polar Express x5"], seconds(gaussian, POLAR_EXPRESS)
+    default, five = rows[names["Polar Express x5"]], seconds(gaussian, POLAR_EXPRESS)
     lines = [
         [
             name,
-            f"{deviation(log_spaced(), CANDIDATES[name]):.3f}",
-            f"{deviation(gaussian, CANDIDATES[name]):.3f}",
-            f"{seconds(gaussian, CANDIDATES[name]) / five:.2f}",
-            *_losses(rows[method], rows[default]),
+            f"{deviation(log_spaced(), coefficients):.3f}",
+            f"{deviation(gaussian, coefficients):.3f}",
+            f"{seconds(gaussian, coefficients) / five:.2f}",
+            *_losses(rows[names[name]] if name in names else [], default),
         ]
-        for name, method in names.items()
+        for name, coefficients in CANDIDATES.items()
     ]
     header = ["Coefficients", "Log-spaced", "Gaussian", "Time", "Test loss", "Difference (%)"]
     return [

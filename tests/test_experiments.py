@@ -165,7 +165,7 @@ def test_the_constants_of_normalised_mechanisms(tmp_path: Path) -> None:
     argv = ["--workload", "gpt-small/embedded", *few, "--output", str(tmp_path / "constants")]
     normalised.main(argv)
     keys = [row["key"] for row in Store(tmp_path / "constants").rows]
-    assert len(keys) == len({*keys}) == 1 + len(normalised.LENGTHS) + len(normalised.CANDIDATES)
+    assert len(keys) == len({*keys}) == 1 + len(normalised.LENGTHS) + len(normalised.TRAINED)
     text = (tmp_path / "constants.md").read_text()
     assert all(f"\n| {name} |" in text for name in ("AdamW32", "0.4", "Polar Express x5", "Muon x3"))
     assert "| gpt-small/embedded | 1.00 |" in text  # AdamW's first update is a sign

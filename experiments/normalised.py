@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from experiments.runs.running import Running
 from experiments.runs.summary import REFERENCE
 from experiments.workloads import Workload
 from experiments.workloads.gpt import SIZES, GPTWorkload
+from experiments.workloads.tokens import Tokenizer
 
 CANDIDATES: Mapping[str, Coefficients] = {
     "Polar Express x5": POLAR_EXPRESS,
@@ -66,10 +66,11 @@ def log_spaced(side: int = 256, smallest: float = 1e-3) -> Tensor:
     """A matrix whose singular values go from one down to the smallest, by equal factors."""
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(side, side, generator=generator))[0] for _ in range(2))
-    return left * torch.logspace(0, math.log10(smallest), side) @ right
+    matrix: Tensor = left * torch.logspace(0, math.log10(smallest), side) @ right
+    return matrix
 
 
-def seconds(matrix: Tensor, coefficients: Coefficients, repeats: int = 5) -> float:
+def seconds(matrix: Tensor, coefficients: Coefficients, repeats: int = 10) -> float:
     """Of a processor, in the fastest of several."""
     found = []
     for _ in range(repeats):
@@ -84,35 +85,29 @@ def seconds(matrix: Tensor, coefficients: Coefficients, repeats: int = 5) -> flo
 
 
 class FineTuning(GPTWorkload):
-    """GSM8K for a model that has learned from Alpaca, with Alpaca's tokenizer."""
+    """GSM8K for a model that AdamW32 has trained on Alpaca, with Alpaca's tokenizer."""
 
-    def __init__(self, before: GPTWorkload, weights: Mapping[str, Tensor]) -> None:
-        super().__init__(FINE_TUNED, SIZES["gpt-small"], "gsm8k", before.options)
-        self._before, self._weights = before, weights
+    def __init__(self, options: workloads.Options, steps_before: int) -> None:
+        super().__init__(FINE_TUNED, SIZES["gpt-small"], "gsm8k", options)
+        self._before = GPTWorkload("gpt-small/alpaca", SIZES["gpt-small"], "alpaca", options)
+        self._steps_before = steps_before
 
     @functools.cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         return self._before.tokenizer
+
+    @functools.cached_property
+    def weights(self) -> Mapping[str, Tensor]:
+        cell = Cell(self._before.name, REFERENCE, 0, 1.0, self._steps_before)
+        running = Running(cell, self._before, methods.get(REFERENCE), torch.device("cpu"))
+        for _, batch in zip(range(self._steps_before), self._before.train_batches(seed=0)):
+            running.advance(lambda batch=batch: batch)  # type: ignore[misc]
+        return running.model.state_dict()
 
     def make(self, pretrained: str | None) -> nn.Module:
         model = super().make(pretrained)
-        model.load_state_dict(self._weights)
+        model.load_state_dict(self.weights)
         return model
-
-
-def fine_tuning(options: workloads.Options, steps: int, folder: Path) -> FineTuning:
-    """After so many steps of AdamW32 on Alpaca, whose weights are kept."""
-    before, path = workloads.get("gpt-small/alpaca", options), folder / f"alpaca-{steps}-steps.pt"
-    assert isinstance(before, GPTWorkload)
-    if not path.exists():
-        running = Running(
-            Cell(before.name, REFERENCE, 0, 1.0, steps), before, methods.get(REFERENCE), torch.device("cpu")
-        )
-        batches = before.train_batches(seed=0)
-        for _ in range(steps):
-            running.advance(lambda: next(batches))
-        torch.save(running.model.state_dict(), path)
-    return FineTuning(before, torch.load(path, weights_only=True))
 
 
 def trained(cell: Cell, workload: Workload, eval_batches: int) -> Row:
@@ -123,7 +118,7 @@ def trained(cell: Cell, workload: Workload, eval_batches: int) -> Row:
         for (_, param), role in zip(running.model.named_parameters(), roles_of(running.model).values())
         if role is Role.MATRIX
     ]
-    batches, moved = workload.train_batches(seed=cell.seed), {}
+    moved, batches = {}, workload.train_batches(seed=cell.seed)
     for step in range(1, cell.steps + 1):
         before = [param.detach().clone() for param in hidden] if step in (*LOOKED_AT, cell.steps) else []
         lr = running.optimizer.param_groups[0]["lr"]
@@ -183,13 +178,16 @@ def coefficients_part(trainings: Trainings, workload: Workload, lr_factor: float
     names = {name: with_coefficients(CANDIDATES[name]) for name in TRAINED}
     rows = trainings.losses(workload, list(names.values()), lr_factor, steps)
     gaussian = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
-    default, five = rows[names["Polar Express x5"]], seconds(gaussian, POLAR_EXPRESS)
+    default, times = (
+        rows[names["Polar Express x5"]],
+        {name: seconds(gaussian, each) for name, each in CANDIDATES.items()},
+    )
     lines = [
         [
             name,
             f"{deviation(log_spaced(), coefficients):.3f}",
             f"{deviation(gaussian, coefficients):.3f}",
-            f"{seconds(gaussian, coefficients) / five:.2f}",
+            f"{times[name] / times['Polar Express x5']:.2f}",
             *_losses(rows[names[name]] if name in names else [], default),
         ]
         for name, coefficients in CANDIDATES.items()
@@ -225,8 +223,9 @@ def lengths_part(
         "## update_rms",
         "",
         f"The RMS of a normalised update in units of lr; the default is {UPDATE_RMS.default:g}. Test loss with `muon-8",
-        "else adamw-32`, and its difference to AdamW32's, at a learning rate that suits AdamW32:",
-        f"{'; '.join(told)}.",
+        "else adamw-32`, and its difference to AdamW32's, at the learning rate that is best for AdamW32:",
+        "",
+        *(f"- {line}" for line in told),
         "",
         *markdown.table(header, lines, numbers=True),
     ]
@@ -265,7 +264,7 @@ def page(arguments: argparse.Namespace, command: str) -> str:
             for name in names:
                 yield workloads.get(name, options), arguments.lr_factor, arguments.steps
             if arguments.fine_tuning:
-                workload = fine_tuning(options, arguments.steps_before, arguments.output)
+                workload = FineTuning(options, arguments.steps_before)
                 factor = trainings.best_factor(workload, FINE_TUNING_FACTORS, arguments.fine_tuning)
                 yield workload, factor, arguments.fine_tuning
 

@@ -13,6 +13,7 @@ from baoc.core.roles import Role
 from baoc.core.text import human_count
 from experiments import workloads
 from experiments.runs import markdown
+from experiments.runs.catalog import Experiment
 from experiments.runs.cell import Row
 from experiments.runs.store import Store
 from experiments.runs.summary import REFERENCE, Line, summarise
@@ -24,13 +25,13 @@ READING = "## Reading"
 _ABOUT = """\
 Each line is one configuration for the whole model. *Embeddings* is what embeddings and heads had: not every mechanism
 suits them. *B/param* is the state that was held, in bytes per parameter. *Step* is a training step in milliseconds,
-then the optimizer's part of it, in the fastest run: runs shared the machine. *Loss* is the test loss, mean ± standard
-error over n seeds. *Difference* is to AdamW32's test loss in percent, mean ± standard error of the differences seed by
-seed: runs of one seed begin with the same weights and see the same batches.
+then the optimizer's part of it, in the fastest run. *Loss* is the test loss, mean ± standard error over n seeds.
+*Difference* is to AdamW32's test loss in percent, mean ± standard error of the differences seed by seed: runs of one
+seed begin with the same weights and see the same batches.
 
-First come the scores at one learning rate for all, the best for AdamW32 (of {grid} times the workload's, by the mean of
-all seeds on the validation split). Then those at the configuration's own, the best of the same three on the validation
-split with seed 0; {edge}: it is at the edge of this grid; -: not all of it was tried."""
+First come the scores at one learning rate for all, the best for AdamW32: of {grid} times the workload's, by the mean
+validation score (perplexity, accuracy or loss) of all seeds. Then those at the configuration's own, the best of the
+same three by the validation score with seed 0; {edge}: it is at the edge of this grid; -: not all of it was tried."""
 
 _HEADER = [
     *("Configuration", "Embeddings", "B/param", "Step (ms)"),
@@ -38,9 +39,9 @@ _HEADER = [
 ]
 
 
-def write(store: Store, title: str) -> Path:
+def write(store: Store, experiment: Experiment) -> Path:
     """The page of the runs that are there."""
-    return write_page(store.folder, text(title, store))
+    return write_page(store.folder, text(store, experiment))
 
 
 def write_page(folder: Path, text: str) -> Path:
@@ -52,16 +53,18 @@ def write_page(folder: Path, text: str) -> Path:
     return path
 
 
-def text(title: str, store: Store) -> str:
-    """All but the reading."""
+def text(store: Store, experiment: Experiment) -> str:
+    """All but the reading; methods in the experiment's order, others after them."""
+    order = {name: place for place, name in enumerate(experiment.methods)}
     own, common = summarise(store.rows), summarise(_at_one_lr(store.rows))
     grid = store.rows[0]["lr_grid"]
     about = _ABOUT.format(grid=", ".join(f"{factor:g}" for factor in grid), edge=EDGE)
     commands = [_command(lines[0], store.folder) for lines in own.values()]
-    parts = [f"# {title}", "", about, "", "```sh", *commands, "```"]
+    parts = [f"# {experiment.title}", "", about, "", "```sh", *commands, "```"]
     for workload, lines in common.items():
         by_method = {line["method"]: line for line in own[workload]}
-        rows = [_row(line, by_method[line["method"]]) for line in lines]
+        ordered = sorted(lines, key=lambda line: order.get(line["method"], len(order)))
+        rows = [_row(line, by_method[line["method"]]) for line in ordered]
         parts += ["", f"## {workload}", "", _setting(lines[0]), "", *markdown.table(_HEADER, rows, numbers=True)]
     return "\n".join([*parts, ""])
 

@@ -21,7 +21,7 @@ def write(store: Store, experiment: Experiment) -> list[Path]:
         "overview.md": overview.text(experiment.title, results),
         "choices.md": choices.text(results),
     }
-    written = [page.write(store, experiment.title)] if experiment.one_lr else []
+    written = [page.write(store, experiment)] if experiment.one_lr else []
     for name, text in texts.items():
         if text is not None:
             written.append(store.folder / name)

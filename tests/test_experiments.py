@@ -19,9 +19,20 @@ import baoc
 import experiments.runs
 from baoc import cli
 from baoc.cli import quiet
-from experiments import methods, packages, workloads
+from experiments import methods, normalised, packages, workloads
 from experiments.commands import main
-from experiments.runs import EXPERIMENTS, Request, RunError, RunOptions, StoreError, run, tables, train_cell, variants
+from experiments.runs import (
+    EXPERIMENTS,
+    Request,
+    RunError,
+    RunOptions,
+    Store,
+    StoreError,
+    run,
+    tables,
+    train_cell,
+    variants,
+)
 from tests.tiny_workload import cell_for
 
 pytestmark = pytest.mark.usefixtures("without_compiling")
@@ -139,6 +150,27 @@ def test_a_command_runs_an_experiment(tiny: str, tmp_path: Path, capsys: pytest.
     assert main([*argv, "--tables-only"]) == 0
 
 
+def test_one_configuration_for_all_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    few = ["--steps", "2", "--seeds", "1", "--eval-batches", "1", "--length", "8", "--no-tuning"]
+    spelling, output = "spectral else colnorm else adamw-32", tmp_path / "states"
+    argv = ["states", "--workload", "gpt-small/embedded", "--method", spelling, *few, "--output", str(output)]
+    assert main(argv) == 0
+    assert f"\n| `{spelling}` | colnorm | 0.06 |" in capsys.readouterr().out
+
+
+def test_the_constants_of_normalised_mechanisms(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    few = ["--steps", "2", "--seeds", "1", "--eval-batches", "1", "--fine-tuning", "0", "--length", "8"]
+    argv = ["--workload", "gpt-small/embedded", *few, "--output", str(tmp_path / "constants")]
+    normalised.main(argv)
+    keys = [row["key"] for row in Store(tmp_path / "constants").rows]
+    assert len(keys) == len({*keys}) == 1 + len(normalised.LENGTHS) + len(normalised.TRAINED)
+    text = (tmp_path / "constants.md").read_text()
+    assert all(f"\n| {name} |" in text for name in ("AdamW32", "0.4", "Polar Express x5", "Muon x3"))
+    assert "| gpt-small/embedded | 1.00 |" in text  # AdamW's first update is a sign
+
+
 def test_the_commands_that_only_look(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["workloads"]) == 0
     assert "gpt-small/embedded" in capsys.readouterr().out
@@ -159,7 +191,7 @@ def test_only_known_complaints_of_other_packages_are_dropped(caplog: pytest.LogC
 
 
 def test_docstring_examples() -> None:
-    assert doctest.testmod(packages).failed == 0
+    assert doctest.testmod(packages).failed == doctest.testmod(normalised).failed == 0
     for found in pkgutil.iter_modules(experiments.runs.__path__):
         module = importlib.import_module(f"experiments.runs.{found.name}")
         assert doctest.testmod(module).failed == 0

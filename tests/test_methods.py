@@ -241,6 +241,22 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     assert all(name in str(error.value) for name in methods.names())
 
 
+def test_a_configuration_is_a_method() -> None:
+    model, optimizer = build(methods.get("muon-8 else colnorm else adamw-16; update_rms=0.3"))
+    roles = {part.name: part.role for part in parts(model)}
+    held = {name: block.configuration.alias for block in optimizer.plan.blocks for name in block.parameters}
+    assert {held[name] for name, role in roles.items() if role in ("matrix", "kernel")} == {"muon-8"}
+    assert {held[name] for name, role in roles.items() if role in ("embedding", "head")} == {"colnorm"}
+    assert {held[name] for name, role in roles.items() if role == "vector"} == {"adamw-16"}
+    assert {group["update_rms"] for group in optimizer.param_groups} == {0.3}
+    losses = train(model, optimizer, steps=5)
+    assert losses[-1] < losses[0]
+    with pytest.raises(MethodError, match=r"no method 'muon-7'.* Nor is it a configuration: cannot read"):
+        methods.get("muon-7")
+    with pytest.raises(MethodError, match=r"cannot read the setting 'update_rms' of .* like 'muon-8; update_rms=0\.2'"):
+        methods.get("muon-8; update_rms")
+
+
 @pytest.mark.parametrize("name", ["baoc@", "baoc@half", "by-size@0", "baoc@-1", "baoc@inf"])
 def test_a_budget_is_a_positive_share(name: str) -> None:
     with pytest.raises(MethodError, match="not a share"):

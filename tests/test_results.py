@@ -108,6 +108,35 @@ def test_accuracies_are_compared_in_points(tmp_path: Path) -> None:
     assert "against AdamW32 (points)" in text and "| +10.00 |" in text
 
 
+def test_the_page_compares_at_one_learning_rate_and_at_each_ones_own(tmp_path: Path) -> None:
+    about = {"workload": "gpt-small/embedded", "parameters": 2**20, "settings": {"batch_size": 4, "eval_batches": None}}
+    losses = {  # by method, lr factor and seed; AdamW32's best lr is that of the mean, not of seed 0
+        "adamw32": {0.5: (8.0, 8.0), 1.0: (4.0, 5.0), 2.0: (3.0, 9.0)},
+        "muon-8 else adamw-8": {0.5: (3.0,), 1.0: (4.4, 4.5), 2.0: (2.0, 2.0)},
+        "sinkhorn": {1.0: (6.0,)},
+    }
+    rows = [
+        made_up(name, seed, loss, **about, lr_factor=factor, phase="final" if seed and name != "adamw32" else "tune")
+        | {"test_loss": loss}
+        for name, grid in losses.items()
+        for factor, scores in grid.items()
+        for seed, loss in enumerate(scores)
+    ]
+    folder = tmp_path / "states"
+    page = written(folder, "states", rows)[0]
+    assert page == tmp_path / "states.md"
+    text = page.read_text()
+    assert "python -m experiments states --workload gpt-small/embedded --steps 10 --batch-size 4 --output" in text
+    assert "1.0M parameters, 10 steps of 4 examples; AdamW32's lr is 0.001 (1 times the workload's)." in text
+    assert "| adamw32 | adamw-32 | 3.00 | 1000, 10.0 | 4.500 ± 0.500 | - | 2 | x1 | 4.500 ± 0.500 | - | 2 |" in text
+    muon = "| 4.450 ± 0.050 | +0.0 ± 10.0 | 2 | x2† | 2.000 ± 0.000 | -55.0 ± 5.0 | 2 |"
+    assert f"| `muon-8 else adamw-8` | adamw-8 | 3.00 | 1000, 10.0 {muon}" in text
+    assert "| `sinkhorn` | sinkhorn | 3.00 | 1000, 10.0 | 6.000 | +50.0 | 1 | - | - | - | - |" in text
+    page.write_text(text + "\n## Reading\n\nMuon wins.\n")
+    report.write(Store(folder), EXPERIMENTS["states"])
+    assert page.read_text() == text + "\n## Reading\n\nMuon wins.\n"
+
+
 def test_the_overview_has_workloads_side_by_side(tmp_path: Path) -> None:
     rows = [
         *(made_up("adamw32", seed, 8.0) for seed in (0, 1)),

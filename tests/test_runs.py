@@ -197,6 +197,25 @@ def test_validation_chooses_the_learning_rate_and_its_run_is_used_again(tiny: st
     assert line.at_edge == (best["lr_factor"] in (0.5, 2.0))
 
 
+def test_all_are_trained_at_adamw32s_learning_rate_before_their_own_is_sought(tiny: str, tmp_path: Path) -> None:
+    stream = io.StringIO()
+    request = replace(request_for(tiny, tmp_path, methods=("lion-8",), tuning=True, seeds=2), experiment="states")
+    run(request, stream)
+    rows = rows_in(request)
+    assert [row["method"] for row in rows[:8]] == ["adamw32"] * 6 + ["lion-8"] * 2
+    means = {
+        factor: sum(row["validation_metric"] for row in rows[:6] if row["lr_factor"] == factor)
+        for factor in methods.get("adamw32").lr_factors
+    }
+    assert {row["lr_factor"] for row in rows[6:8]} == {min(means, key=means.__getitem__)}
+    adamw32, lion = summarise(rows)[tiny]
+    assert len(adamw32.rows) == len(lion.rows) == 2 and adamw32.is_tuned and lion.is_tuned
+    assert f"cell {len(rows)} of " in stream.getvalue()
+    seen = stream.getvalue()
+    run(request, stream)
+    assert stream.getvalue() == seen and rows_in(request) == rows
+
+
 def test_variants_keep_the_learning_rate_of_the_default() -> None:
     series = Series("w", "baoc@0.5", 10, (0.5, 1.0, 2.0), (0, 1), ("online, restarting",))
     finals = [cell for cells in series.finals(2.0) for cell in cells]

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import torch  # noqa: F401 - the docstring example needs it
 
+from baoc import ConfigurationError
 from baoc.models.resolve import call_function
 from experiments.methods import adam_mini, adamw, budgeted, cosmos, galore, muon, spam
 from experiments.methods.base import Method, MethodError, Settings
+from experiments.methods.uniform import uniform
 
 __all__ = ["Method", "MethodError", "Settings", "get", "load", "names"]
 
@@ -41,10 +43,10 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Method:
-    """The method of a name: ``muon``, ``baoc@0.25``, or a person's own, ``file.py:function``.
+    """The method of a name: ``muon``, ``baoc@0.25``, a configuration of ours, or a person's own, ``file.py:function``.
 
-    >>> get("baoc@0.25").label
-    'BAOC 0.25'
+    >>> get("baoc@0.25").label, get("muon-8 else adamw-16").label
+    ('BAOC 0.25', 'muon-8 else adamw-16')
     """
     file, _, function = name.rpartition(":")
     if file.endswith(".py"):
@@ -54,9 +56,13 @@ def get(name: str) -> Method:
         return _BUDGETED[family](_share(name, share))
     if name in _FIXED:
         return _FIXED[name]
-    close = get_close_matches(name, names(), n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    raise MethodError(f"there is no method {name!r}.{hint} Known: {', '.join(names())} (any share after @).")
+    try:
+        return uniform(name)
+    except ConfigurationError as error:
+        close = get_close_matches(name, names(), n=1)
+        hint = f" Did you mean {close[0]}?" if close else ""
+        known = f"Known: {', '.join(names())} (any share after @)"
+        raise MethodError(f"there is no method {name!r}.{hint} {known}. Nor is it a configuration: {error}") from None
 
 
 def load(path: str | Path, function: str = "method") -> Method:

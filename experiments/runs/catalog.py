@@ -15,6 +15,18 @@ VISION = ("vit-small/digits",)
 DIFFUSION = ("unet-small/digits",)
 
 BUDGETS = (0.1, 0.25, 0.4, 0.5, 0.75, 1.0)
+STATES = (
+    "adamw32",
+    *(f"{name} else adamw[m=int8,v=factored]" for name in ("muon-8", "normuon-8")),
+    "muon-4 else adamw[m=int4,v=factored]",
+    "spectral else adamw[m=int8,v=factored]",
+    "spectral else colnorm else adamw-32",
+    *("adamw-8", "adamw[m=int8,v=factored]", "adamw[m=int4,v=factored]", "lion-8"),
+    *(f"{name} else adamw-32" for name in ("sinkhorn", "colnorm", "sinkhorn-8", "colnorm-8")),
+    *("adamw[m=int8,v=row-mean]", "adamw[m=int8,v=col-mean]"),
+    *("muon-32 else adamw-32", "rownorm else adamw-32", "lion-4"),
+)
+"""The most telling first, for a run that is stopped early."""
 PEERS = ("adamw8-torchao", "adamw8-bitsandbytes")
 """Others' builds of AdamW8: they answer whether ours is a fair baseline, and are slow on CPUs."""
 
@@ -33,6 +45,8 @@ class Experiment:
     """Of its table, by their names in :mod:`experiments.runs.tables`."""
     variants: tuple[str, ...] = ()
     """Besides the default; at the learning rate that is best for the default, so that one thing changes at a time."""
+    one_lr: bool = False
+    """All methods are also trained at the learning rate that is best for AdamW32, before any seeks its own."""
     longer: int = 1
     """Times the workload's own number of steps."""
     figure: str | None = None  # "trade-off" or "sweep"
@@ -96,6 +110,15 @@ _ALL = (
         ("baoc@0.5",),
         columns=("state", "loss", "test", "time", "peak"),
         variants=tuple(variants.ONLINE),
+    ),
+    Experiment(
+        "states",
+        "What a byte of state is worth",
+        "one configuration for all, at AdamW32's learning rate and at its own",
+        (*LANGUAGE[:1], "llama-small/embedded", *VISION, *DIFFUSION),
+        STATES,
+        columns=("state", "share", "loss", "train", "test", "against", "step"),
+        one_lr=True,
     ),
 )
 EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}

@@ -23,11 +23,13 @@ class Board:
             self.total += one.size
             self._left[one.workload] += one.size * one.steps
         self.position = 0
+        self._seen: set[Cell] = set()
         self._paces: dict[str, list[float]] = defaultdict(list)  # seconds per step, by workload
         self._started = 0.0
 
     def begin(self, cell: Cell, label: str) -> None:
         self.position += 1
+        self._seen.add(cell)
         self._started = self._clock()
         name = f"{cell.workload}, {label}, seed {cell.seed}, lr x{cell.lr_factor:g}"
         self.note(f"cell {self.position} of {self.total}{self._estimate()}: {name}")
@@ -40,8 +42,14 @@ class Board:
         self._left[cell.workload] -= cell.steps
         self._line.leave()
 
+    def finished(self, cell: Cell) -> None:
+        """It was trained before. One that is needed for two purposes counts once."""
+        if cell not in self._seen:
+            self._seen.add(cell)
+            self.skip(cell.workload, cell.steps)
+
     def skip(self, workload: str, steps: int, runs: int = 1) -> None:
-        """These need not be trained: they are finished, or cannot be."""
+        """These need not be trained, or cannot be."""
         self.position += runs
         self._left[workload] -= runs * steps
 

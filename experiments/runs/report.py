@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.runs import choices, figures, overview, tables
+from experiments.runs import choices, figures, overview, page, tables
 from experiments.runs.catalog import Experiment
 from experiments.runs.store import Store, StoreError
 from experiments.runs.summary import summarise
@@ -21,7 +21,7 @@ def write(store: Store, experiment: Experiment) -> list[Path]:
         "overview.md": overview.text(experiment.title, results),
         "choices.md": choices.text(results),
     }
-    written = []
+    written = [page.write(store, experiment)] if experiment.one_lr else []
     for name, text in texts.items():
         if text is not None:
             written.append(store.folder / name)

@@ -17,6 +17,7 @@ from experiments.runs.cell import Cell, Row, RunError, RunOptions
 from experiments.runs.progress import Board
 from experiments.runs.series import Series
 from experiments.runs.store import Store
+from experiments.runs.summary import REFERENCE
 from experiments.runs.training import Progress, train_cell, workload_of
 from experiments.runs.tuning import TUNING_SEED, choose
 from experiments.runs.variants import method_of
@@ -76,7 +77,9 @@ def run(request: Request, stream: TextIO | None = None) -> list[Path]:
             store.check(one, request.options.settings)
         for one in series:
             _take_finished(one, request, store, finished)
-            _run_series(one, request, store, board)
+        common = _run_at_one_lr(series, request, store, board) if request.what.one_lr else {}
+        for one in series:
+            _run_series(one, request, store, board, common.get(one.workload))
     return report.write(store, request.what)
 
 
@@ -97,14 +100,18 @@ def all_series(request: Request, stream: TextIO) -> list[Series]:
             factors = methods.get(name).lr_factors
             grid = factors if request.tuning else (factors[len(factors) // 2],)
             seeds = tuple(range(TUNING_SEED, TUNING_SEED + request.seeds))
-            found.append(Series(workload_name, name, steps, grid, seeds, request.chosen_variants))
+            # The learning rate that all share must not hang on one seed.
+            tuning_seeds = seeds if request.what.one_lr and name == REFERENCE else seeds[:1]
+            variants = request.chosen_variants
+            found.append(Series(workload_name, name, steps, grid, seeds, variants, request.what.one_lr, tuning_seeds))
     return found
 
 
 def _usable_methods(request: Request, stream: TextIO) -> Sequence[str]:
     """Those asked for must be there; of the experiment's own, those without their packages are left out."""
     usable = []
-    for name in dict.fromkeys(request.methods or request.what.methods):
+    reference = [REFERENCE] if request.what.one_lr else []
+    for name in dict.fromkeys([*reference, *(request.methods or request.what.methods)]):
         missing = methods.get(name).missing
         for variant in request.chosen_variants:
             method_of(name, variant)
@@ -127,27 +134,40 @@ def _take_finished(series: Series, request: Request, store: Store, others: Seque
             store.add({**row, **series.about(wanted.pop(cell.key))})
 
 
-def _run_series(series: Series, request: Request, store: Store, board: Board) -> None:
+def _run_at_one_lr(every_series: Sequence[Series], request: Request, store: Store, board: Board) -> dict[str, float]:
+    """Every method with the lr factor that is best for AdamW32; that factor, by workload."""
+    common: dict[str, float] = {}
+    for series in every_series:
+        if series.method == REFERENCE:
+            tried = [_run_cell(cell, series, request, store, board) for cell in series.tuning]
+            common[series.workload] = choose(tried, series.grid).lr_factor
+        for cell in series.finals(common[series.workload])[0]:
+            _run_cell(cell, series, request, store, board)
+    return common
+
+
+def _run_series(series: Series, request: Request, store: Store, board: Board, common: float | None) -> None:
     before, tried = board.position, []
     for cell in series.tuning:
         tried.append(_run_cell(cell, series, request, store, board))
         if tried[-1]["error"]:  # no plan fits: nor would it at another learning rate
             board.skip(series.workload, series.steps, series.size - (board.position - before))
             return
-    for cells in series.finals(choose(tried, series.grid).lr_factor):
+    best = choose(tried, series.grid).lr_factor
+    if best == common and len(series.grid) > 1:
+        board.skip(series.workload, series.steps, series.size_at_one_lr)
+    for cells in series.finals(best):
         for index, cell in enumerate(cells):
-            is_tried = cell in series.tuning
-            row = _run_cell(cell, series, request, store, board, counts=not is_tried)
+            row = _run_cell(cell, series, request, store, board)
             if row["error"]:
                 board.skip(series.workload, series.steps, len(cells) - index - 1)
                 break
 
 
-def _run_cell(cell: Cell, series: Series, request: Request, store: Store, board: Board, *, counts: bool = True) -> Row:
+def _run_cell(cell: Cell, series: Series, request: Request, store: Store, board: Board) -> Row:
     row = store.find(cell)
     if row is not None:
-        if counts:
-            board.skip(cell.workload, cell.steps)
+        board.finished(cell)
         return row
     board.begin(cell, method_of(cell.method, cell.variant).label)
     folder = store.running(cell)

@@ -27,10 +27,13 @@ class Series:
     grid: tuple[float, ...]
     seeds: tuple[int, ...]
     variants: tuple[str, ...] = ()
+    one_lr: bool = False
+    """All seeds are also trained at the learning rate that is best for AdamW32."""
+    tuning_seeds: tuple[int, ...] = (TUNING_SEED,)
 
     @property
     def tuning(self) -> list[Cell]:
-        return [self._cell(TUNING_SEED, factor) for factor in self.grid]
+        return [self._cell(seed, factor) for seed in self.tuning_seeds for factor in self.grid]
 
     def finals(self, lr_factor: float) -> list[list[Cell]]:
         """What the tables show, the default first, then each variant. One is in :attr:`tuning` too."""
@@ -38,8 +41,14 @@ class Series:
 
     @property
     def size(self) -> int:
-        """How many runs there are to train, whichever learning rate is best."""
-        return len({*self.tuning, *(cell for cells in self.finals(self.grid[0]) for cell in cells)})
+        """How many runs there are to train at most, whichever learning rate is best."""
+        at_own = {*self.tuning, *(cell for cells in self.finals(self.grid[0]) for cell in cells)}
+        return len(at_own) + self.size_at_one_lr * (len(self.grid) > 1)
+
+    @property
+    def size_at_one_lr(self) -> int:
+        """How many runs at AdamW32's learning rate are no part of the rest, unless it is the best here too."""
+        return self.one_lr * (len(self.seeds) - len(self.tuning_seeds))
 
     @property
     def cells(self) -> list[Cell]:

@@ -76,13 +76,17 @@ class Line:
         Runs of one seed begin with the same weights and see the same batches, so these differences spread less than
         the scores do.
         """
-        if self.reference is None or self["method"] == REFERENCE:
-            return None
-        theirs = {row["seed"]: row["test_metric"] for row in self.reference.trained}
-        pairs = [(row["test_metric"], theirs[row["seed"]]) for row in self.trained if row["seed"] in theirs]
+        pairs = self.pairs("test_metric")
         if self["metric"] == "accuracy":
             return Spread.of([100 * (score - other) for score, other in pairs])
         return Spread.of([100 * (score / other - 1) for score, other in pairs])
+
+    def pairs(self, value: str) -> list[tuple[float, float]]:
+        """A field beside AdamW32's of the same seed; none for AdamW32 itself."""
+        if self.reference is None or self["method"] == REFERENCE:
+            return []
+        theirs = {row["seed"]: row[value] for row in self.reference.trained}
+        return [(row[value], theirs[row["seed"]]) for row in self.trained if row["seed"] in theirs]
 
     @property
     def moved(self) -> Spread | None:
@@ -112,7 +116,7 @@ def _lines(rows: Sequence[Row]) -> list[Line]:
     tried = [row for row in rows if row["phase"] == "tune"]
     grid = rows[0]["lr_grid"]
     best = choose(tried or rows, grid)
-    is_tuned = not tried or len(tried) == len(grid) or any(row["error"] for row in tried)
+    is_tuned = not tried or {row["lr_factor"] for row in tried} == {*grid} or any(row["error"] for row in tried)
     variants: dict[str, list[Row]] = {}
     for row in rows:
         if row["lr_factor"] == best.lr_factor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ class Choice:
 
 
 def choose(rows: Iterable[Row], grid: Sequence[float]) -> Choice:
-    """The factor of the best validation score; of equals, the smaller. Runs that failed are the worst.
+    """The factor of the best mean validation score; of equals, the smaller. Runs that failed are the worst.
 
     >>> scores = {0.5: 7.0, 1.0: 6.5, 2.0: None}
     >>> rows = [
@@ -30,7 +31,10 @@ def choose(rows: Iterable[Row], grid: Sequence[float]) -> Choice:
     >>> choose(rows, list(scores))
     Choice(lr_factor=1.0, at_edge=False)
     """  # noqa: E501
-    best = min(rows, key=lambda row: (badness(row), row["lr_factor"]))["lr_factor"]
+    scores: dict[float, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row["lr_factor"], []).append(badness(row))
+    best = min(scores, key=lambda factor: (statistics.fmean(scores[factor]), factor))
     return Choice(best, at_edge=len(grid) > 1 and best in (min(grid), max(grid)))
 
 

@@ -1,0 +1,56 @@
+"""One configuration of ours for the whole model. Its spelling is the method's name."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import torch
+from torch import nn
+
+import baoc
+from baoc.core.plan import Block, Plan
+from baoc.core.roles import roles_of
+from baoc.core.spec import Shape
+from experiments.methods.base import Method, MethodError, Settings
+
+
+def uniform(spelling: str) -> Method:
+    """The method of a spelling, which settings of the optimizer may follow.
+
+    >>> uniform("muon[m=int8] else adamw-16").label
+    'muon-8 else adamw-16'
+    >>> uniform("muon-8; update_rms=0.2").label
+    'muon-8; update_rms=0.2'
+    """
+    first, *others = spelling.split(";")
+    configuration, arguments = baoc.parse(first), _arguments(spelling, others)
+
+    def build(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
+        given = {"betas": settings.betas, "weight_decay": settings.weight_decay, **arguments}
+        return baoc.BlockOptimizer(model, lr=lr, plan=plan_of(model, configuration), **given)
+
+    return Method(spelling, ";".join([configuration.alias, *others]), build, note="baoc")
+
+
+def plan_of(model: nn.Module, configuration: baoc.Configuration) -> Plan:
+    """A block for each configuration that the parameters end up with, called by its name."""
+    found: dict[baoc.Configuration, dict[str, Shape]] = {}
+    roles = roles_of(model)
+    for name, param in model.named_parameters():
+        shape = tuple(param.shape)
+        found.setdefault(configuration.suited(shape, roles[name]), {})[name] = shape
+    return Plan(tuple(Block(each.alias, each, mine) for each, mine in found.items()))
+
+
+def _arguments(spelling: str, texts: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            found[name.strip()] = ast.literal_eval(value.strip())
+        except (SyntaxError, ValueError):
+            raise MethodError(
+                f"cannot read the setting {text.strip()!r} of {spelling!r}. Write it like 'muon-8; update_rms=0.2'."
+            ) from None
+    return found

@@ -78,7 +78,7 @@ def test_the_second_moment_is_unbiased_at_every_density(configuration, density, 
     assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.03)
 
 
-@pytest.mark.parametrize(("configuration", "tolerance"), [("adamw-16", 0.04), ("adamw-8", 0.12)])
+@pytest.mark.parametrize(("configuration", "tolerance"), [("adamw-16", 0.04), ("adamw-8", 0.16)])
 def test_a_quadratic_with_rare_gradients_ends_near_where_exact_state_ends(configuration, tolerance):
     """With a second moment rounded up at rest they ended 9% and 35% higher; what is left is momentum rounded down."""
 

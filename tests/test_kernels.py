@@ -48,7 +48,8 @@ def test_no_copy_of_a_whole_state_is_made(configuration, kernel):
     with PeakMemory() as memory:
         optimizer.step()
     tile = eager.TILE_NUMEL * 4
-    of_matrix = configuration.mechanism.workspace(2048, 1024) * 4 if configuration.mechanism.reach is Reach.MATRIX else 0
+    mechanism = configuration.mechanism
+    of_matrix = mechanism.workspace(2048, 1024) * 4 if mechanism.reach is Reach.MATRIX else 0
     assert memory.peak <= 20 * tile + of_matrix and 20 * tile < param.numel() * 4
 
 

@@ -127,7 +127,7 @@ def test_a_file_that_is_no_plan_is_said_in_one_line(content, tmp_path):
 
 def test_a_mechanism_that_no_parameter_suits_is_said():
     vectors = nn.Sequential(nn.LayerNorm(8), nn.BatchNorm1d(8))
-    with pytest.raises(PlanError, match="muon suits none of the 4 parameters.*vector.*'muon.m=int8. else adamw-8'"):
+    with pytest.raises(PlanError, match=r"muon suits none of the 4 parameters.*vector.*'muon.m=int8. else adamw-8'"):
         BlockOptimizer(vectors, plan="muon-8")
     optimizer = BlockOptimizer(vectors, plan="muon-8 else adamw-16")
     with pytest.raises(PlanError, match="spectral suits none"):
@@ -136,7 +136,7 @@ def test_a_mechanism_that_no_parameter_suits_is_said():
 
 
 def test_a_setting_that_the_plan_has_no_use_for_is_said():
-    with pytest.raises(ValueError, match="update_rms=0.2 would do nothing: .*setting of .*muon.*has adamw"):
+    with pytest.raises(ValueError, match=r"update_rms=0.2 would do nothing: .*setting of .*muon.*has adamw"):
         BlockOptimizer(Net(), plan="adamw-8", update_rms=0.2)
     assert BlockOptimizer(Net(), plan="muon-8", update_rms=0.2).param_groups[0]["update_rms"] == 0.2
 

@@ -267,7 +267,8 @@ def _of_today(layout: Layout, state: ParamState) -> ParamState:
     for stored in layout.formats:
         prefix = stored.slot.name
         names = {key: key[len(prefix) + 1 :] for key in state if key == prefix or key.startswith(f"{prefix}.")}
-        found = {own: state[key] for key, own in names.items() if key != stored.age_key and isinstance(state[key], Tensor)}
+        tensors = {own: state[key] for key, own in names.items() if key != stored.age_key}
+        found = {own: tensor for own, tensor in tensors.items() if isinstance(tensor, Tensor)}
         is_current = {name: tuple(tensor.shape) for name, tensor in found.items()} == {
             buffer.name: buffer.shape for buffer in stored.buffers
         }

@@ -189,6 +189,20 @@ def test_tiny_and_huge_gradients_stay_finite(configuration):
 
 
 @needs_native
+@pytest.mark.parametrize(**by_isa)
+@pytest.mark.parametrize(**by_configuration)
+def test_a_learning_rate_of_zero_moves_nothing(configuration, isa):
+    """Also where a second moment has overflowed, and where there is none."""
+    trained = Trained(configuration, (40, 300))
+    for step, grad in enumerate(gradients((40, 300), 3)):
+        grad.view(-1)[::7] = 0
+        grad.view(-1)[5] = 1e30 if step == 1 else 0.0
+        before = trained.param.clone()
+        trained.step(NativeKernel(isa), grad, lr=0.0)
+        assert torch.equal(trained.param, before)
+
+
+@needs_native
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_what_it_does_not_serve_runs_eagerly(dtype):
     for configuration in CONFIGURATIONS:

@@ -39,8 +39,8 @@ static numbers numbers_of(const job *job, double factor)
         .m_suspect = (float)(SPIKE * fabs(s->m_add) / 4),
         .v_suspect = (float)((double)SPIKE * SPIKE * s->v_add / 4),
     };
-    if (!isfinite(c.root_over_step) || !isfinite(c.eps_over_step)) { /* a step of no length */
-        c.root_over_step = 0.0f;
+    if (!isfinite(c.root_over_step) || !isfinite(c.eps_over_step)) { /* a step of no length: whatever v is, no move */
+        c.root_over_step = 1.0f;
         c.eps_over_step = INFINITY;
     }
     return c;

@@ -9,9 +9,6 @@ import torch
 from torch import nn
 
 import baoc
-from baoc.core.plan import Block, Plan
-from baoc.core.roles import roles_of
-from baoc.core.spec import Shape
 from experiments.methods.base import Method, MethodError, Settings
 
 
@@ -28,19 +25,9 @@ def uniform(spelling: str) -> Method:
 
     def build(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
         given = {"betas": settings.betas, "weight_decay": settings.weight_decay, **arguments}
-        return baoc.BlockOptimizer(model, lr=lr, plan=plan_of(model, configuration), **given)
+        return baoc.BlockOptimizer(model, lr=lr, plan=configuration, **given)
 
     return Method(spelling, ";".join([configuration.alias, *others]), build, note="baoc")
-
-
-def plan_of(model: nn.Module, configuration: baoc.Configuration) -> Plan:
-    """A block for each configuration that the parameters end up with, called by its name."""
-    found: dict[baoc.Configuration, dict[str, Shape]] = {}
-    roles = roles_of(model)
-    for name, param in model.named_parameters():
-        shape = tuple(param.shape)
-        found.setdefault(configuration.suited(shape, roles[name]), {})[name] = shape
-    return Plan(tuple(Block(each.alias, each, mine) for each, mine in found.items()))
 
 
 def _arguments(spelling: str, texts: list[str]) -> dict[str, Any]:

@@ -116,7 +116,8 @@ class NativeKernel:
         left: list[Job] = []
         matrices: list[Job] = []
         for job in self.serve(jobs):
-            (matrices if type(job.layout.mechanism) in _AHEAD else left).append(job)
+            by_rows = type(job.layout.mechanism) in _AHEAD and job.param.numel()
+            (matrices if by_rows else left).append(job)
         for job in matrices:
             job.refuse_freed()
         run_matrices(matrices, TILE_NUMEL, _NativeRows(self))

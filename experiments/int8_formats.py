@@ -43,8 +43,6 @@ TRAINED = (
     "adamw[m=float5,v=float3]",
     "adamw[m=float4,v=float4]",
     "adamw[m=companded-dithered,v=companded-dithered]",
-    "adamw[m=companded-nearest,v=companded-nearest]",
-    "adamw[m=linear-nearest,v=sqrt-up]",
 )
 
 

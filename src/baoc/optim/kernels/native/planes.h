@@ -1,6 +1,6 @@
-/* Tensors in torch's channels_last formats. There a row is `planes` (kernel height x width) planes of `channels` numbers,
- * while state, groups and factors go by a tensor's logical order, in which each channel has its planes side by side: the
- * two are each other's transpose. */
+/* Tensors in torch's channels_last formats. There a row is `planes` (kernel height x width) planes of `channels`
+ * numbers, while state, groups and factors go by a tensor's logical order, in which each channel has its planes side by
+ * side: the two are each other's transpose. */
 #ifndef BAOC_PLANES_H
 #define BAOC_PLANES_H
 

@@ -87,9 +87,9 @@ INLINE vfloat load_all(const float *from)
 
 INLINE void store_all(float *to, vfloat x) { memcpy(to, &x, sizeof x); }
 
-/* fused_add is a * b + c, fused_subtract a * b - c and minus_product c - a * b, in one rounding where there is an
- * instruction for it. Bytes are narrowed with saturation; store_four takes four vectors at once, for fewer instructions.
- * signed_like negates where the other one has a sign (and may make zero of what it has a zero for). */
+/* fused_add is a * b + c and fused_subtract a * b - c, in one rounding where there is an instruction for it. Bytes are
+ * narrowed with saturation; store_four takes four vectors at once, for fewer instructions. signed_like negates where the
+ * other one has a sign (and may make zero of what it has a zero for). */
 #if defined(USE_AVX512)
 
 typedef __mmask16 vmask;
@@ -101,7 +101,6 @@ INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)_mm512_maskz_mo
 INLINE vint choose_int(vmask where, vint yes, vint no) { return (vint)_mm512_mask_blend_epi32(where, (__m512i)no, (__m512i)yes); }
 INLINE vfloat fused_add(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE vfloat fused_subtract(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm512_fmsub_ps((__m512)a, (__m512)b, (__m512)c); }
-INLINE vfloat minus_product(vfloat c, vfloat a, vfloat b) { return (vfloat)_mm512_fnmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 INLINE vfloat square_root(vfloat x) { return (vfloat)_mm512_sqrt_ps((__m512)x); }
 INLINE vint larger_int(vint a, vint b) { return (vint)_mm512_max_epi32((__m512i)a, (__m512i)b); }
 INLINE vint smaller_int(vint a, vint b) { return (vint)_mm512_min_epi32((__m512i)a, (__m512i)b); }
@@ -153,7 +152,6 @@ INLINE vint choose_int(vmask where, vint yes, vint no) { return (vint)choose(whe
 INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)((vint)x & where); }
 INLINE vfloat fused_add(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 INLINE vfloat fused_subtract(vfloat a, vfloat b, vfloat c) { return (vfloat)_mm256_fmsub_ps((__m256)a, (__m256)b, (__m256)c); }
-INLINE vfloat minus_product(vfloat c, vfloat a, vfloat b) { return (vfloat)_mm256_fnmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 INLINE vfloat square_root(vfloat x) { return (vfloat)_mm256_sqrt_ps((__m256)x); }
 INLINE vint larger_int(vint a, vint b) { return (vint)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 INLINE vint smaller_int(vint a, vint b) { return (vint)_mm256_min_epi32((__m256i)a, (__m256i)b); }
@@ -221,7 +219,6 @@ INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)choose
 INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)((vint)x & where); }
 INLINE vfloat fused_add(vfloat a, vfloat b, vfloat c) { return a * b + c; }
 INLINE vfloat fused_subtract(vfloat a, vfloat b, vfloat c) { return a * b - c; }
-INLINE vfloat minus_product(vfloat c, vfloat a, vfloat b) { return c - a * b; }
 INLINE vfloat square_root(vfloat x)
 {
     for (int i = 0; i < LANES; i++)

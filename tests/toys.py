@@ -142,16 +142,18 @@ class Polar(Mechanism):
         return TARGET_RMS
 
 
+_CODECS, _MECHANISM = (Nibble(), Halved()), Polar()  # one of each: layouts are cached with what they were made of
+
+
 @contextmanager
 def registered() -> Iterator[None]:
     """The toys, for as long as a test needs them."""
-    codecs, mechanism = (Nibble(), Halved()), Polar()
-    for codec in codecs:
+    for codec in _CODECS:
         register_codec(codec)
-    register_mechanism(mechanism)
+    register_mechanism(_MECHANISM)
     try:
         yield
     finally:
-        for codec in codecs:
+        for codec in _CODECS:
             del CODECS[codec.name]
-        del MECHANISMS[mechanism.name]
+        del MECHANISMS[_MECHANISM.name]

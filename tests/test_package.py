@@ -32,7 +32,7 @@ ROOMS: dict[str, set[str]] = {
 LAYERS = {
     "core": ["spec", "rounding", "text", "files", "roles", "codecs", "mechanisms", "configuration", "plan"],
     "optim": [
-        *("place", "measure", "blocks", "groups", "state", "kernels", "timing"),
+        *("place", "measure", "blocks", "groups", "state", "kernels"),
         *("migrate", "lr_match", "torch_state", "checkpoint", "optimizer"),
     ],
 }

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration
 from baoc.core.mechanisms import known_settings
-from baoc.core.plan import Block, Plan, PlanError, memory_budget
+from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.spec import DEFAULT_BETAS, Hyper
 from baoc.core.text import human_bytes
 from baoc.optim import groups
 from baoc.optim.groups import Member
 from baoc.optim.optimizer import BlockOptimizer
-from baoc.optim.timing import StepRunner
 from baoc.planning import partition
-from baoc.planning.cost import TimeModel
-from baoc.planning.planner import DEFAULT_MEMORY, DEFAULT_TIME, Planner, Settings, unit_vectors
-from baoc.profiling.coordinates import RATIO
+from baoc.planning import risk as risks
+from baoc.planning.planner import DEFAULT_MEMORY, Planner, Settings, unit_vectors
+from baoc.profiling.coordinates import FLOOR, RATIO
+from baoc.profiling.facts import Facts, TokenCounter
 from baoc.profiling.profile import Profile
 from baoc.profiling.sampling import Sampler
 
@@ -34,6 +34,7 @@ WARMUP = 50
 SAMPLER = "baoc.sampler"
 """Where the sampler's tensors live in ``state`` while it samples, so that they are counted like everything else."""
 _REPORT_EVERY = 10
+_SAMPLES_SHARE = 0.1  # of the budget, at most, where a plan can do without
 
 
 class BAOC(BlockOptimizer):
@@ -43,18 +44,20 @@ class BAOC(BlockOptimizer):
         params: a module, ``model.parameters()``, ``model.named_parameters()``, or param groups. A module or names give
             the structural scan its boundaries; bare parameters are one unit per tensor.
         lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``.
-        memory: the budget for state: a share of AdamW16's (0.5 or "50%"), bytes (an int), or a size ("1.5GiB"). It
-            holds from the first step on, the sampler included.
-        time: the budget for the mean update-time ratio to AdamW16.
+        memory: the budget for state: a share of AdamW16's (0.5 or "50%"), bytes (an int), a size ("1.5GiB"), 0.0 for
+            the cheapest plan there is, or "auto" for the smallest that is expected to be as good as any, within
+            ``tolerance`` percent of loss. It holds from the first step on, the sampler included.
+        time: how long a training step may become, relative to one with AdamW16; ``math.inf`` lifts it. It is estimated
+            from the operations of a step, never timed. In the paper's space, the mean of update-time ratios.
         warmup: steps of sampling before the plan is made.
-        warmup_base: what the warm-up runs on; by default the plan that fits the budget if nothing is known of the
-            gradients. The paper's is "adamw-16", which breaks a budget below 1.
+        warmup_base: what the warm-up runs on; by default the best plan that can be made without gradients. The paper's
+            is "adamw-16", which breaks a budget below 1.
         sample_ratio, seed: which share of each tensor is followed, and which coordinates.
         settle: end the warm-up early once the normalised diagnostics change by less than this in ten steps, on average.
         replan_every: make a new plan every so many steps; sampling then goes on.
         kernel: as in :class:`BlockOptimizer`.
-        settings: those of :class:`~baoc.planning.planner.Settings`, such as ``forbid``, ``prefer``, ``risk`` or
-            ``granularity``, and those that belong to mechanisms, as in :class:`BlockOptimizer`.
+        settings: those of :class:`~baoc.planning.planner.Settings`, such as ``space``, ``regime``, ``forbid`` or
+            ``prefer``, and those that belong to mechanisms, as in :class:`BlockOptimizer`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
@@ -76,7 +79,7 @@ class BAOC(BlockOptimizer):
         weight_decay: float = 1e-2,
         *,
         memory: float | int | str = DEFAULT_MEMORY,
-        time: float = DEFAULT_TIME,
+        time: float | None = None,
         warmup: int = WARMUP,
         warmup_base: Plan | Configuration | str | None = None,
         sample_ratio: float = RATIO,
@@ -98,19 +101,17 @@ class BAOC(BlockOptimizer):
         self._settings = chosen
         self._settle = settle
         self._last_diagnostics: NDArray[np.float64] | None = None
-        self._times: TimeModel | None = None
+        self._facts = Facts.of(params if isinstance(params, nn.Module) else self._params())
+        self._tokens = TokenCounter(params) if isinstance(params, nn.Module) and chosen.tokens is None else None
         self.profile: Profile | None = None
         """What the last warm-up learned; it saves to one file and answers any budget."""
         self._names = [member.name for member in self.members()]  # parameters that join later are not planned
-        self._sampler: Sampler | None = Sampler(self._params(), ratio=sample_ratio, seed=seed, betas=betas)
+        needs_samples = self._needs_samples or warmup_base is not None  # else the warm-up would not end
+        self._sampler = self._fitting_sampler(sample_ratio, seed, betas, needs_samples)
         base = self._best_plan(None, memory, time, self._settings) if warmup_base is None else warmup_base
         self._adopt(base, inherit=False)
-        logger.info(
-            "warming up for %d steps on %s of state, with %s of samples",
-            warmup,
-            human_bytes(self.plan.state_bytes),
-            human_bytes(self._sampler.nbytes),
-        )
+        samples = human_bytes(self._sampler.nbytes) if self._sampler else "nothing"
+        logger.info("%s of state, and %s for samples", human_bytes(self.plan.state_bytes), samples)
 
     def replan(
         self,
@@ -126,7 +127,7 @@ class BAOC(BlockOptimizer):
         What is not given stays as it was. State is inherited; ``inherit=False`` restarts it.
         """
         profile = profile or self._newest_profile()
-        if profile is None:
+        if profile is None and self._needs_samples:
             raise RuntimeError(
                 "there is no profile to plan from: no gradient was sampled in this process. Pass profile=, or set "
                 "replan_every so that sampling goes on."
@@ -148,6 +149,28 @@ class BAOC(BlockOptimizer):
 
     # ---- the warm-up ----
 
+    @property
+    def _needs_samples(self) -> bool:
+        return self._settings.chosen_risk != risks.MEASURED
+
+    def _fitting_sampler(
+        self, ratio: float, seed: int, betas: tuple[float, float], needs_samples: bool
+    ) -> Sampler | None:
+        """One that leaves room for a plan: of a small model fewer coordinates are followed, or none if none are needed.
+
+        Where nothing fits, the plan that is made next says so.
+        """
+        planner = self._planner(None, self._settings)
+        budget = planner.budget(self._memory, self._time)
+        room = budget - planner.least_bytes(self._time)
+        if not needs_samples:
+            room = min(room, int(_SAMPLES_SHARE * budget))
+        for floor in (FLOOR, FLOOR // 4, FLOOR // 16):
+            sampler = Sampler(self._params(), ratio=ratio, floor=floor, seed=seed, betas=betas)
+            if sampler.nbytes <= room:
+                return sampler
+        return sampler if needs_samples else None
+
     def _before_update(self, stepping: Sequence[Member]) -> None:
         if self._sampler is None:
             return
@@ -158,6 +181,8 @@ class BAOC(BlockOptimizer):
         self.state[SAMPLER] = self._sampler.state_dict()  # type: ignore[index]
 
     def _after_update(self) -> None:
+        if self._tokens is not None:
+            self._count_tokens(self._tokens)
         if self._sampler is None:
             return
         if self._sampler.steps < self._warmup and self._has_settled():
@@ -170,6 +195,16 @@ class BAOC(BlockOptimizer):
             self._sampler = None
             del self.state[SAMPLER]  # type: ignore[arg-type]
         self.replan(profile=profile)
+
+    def _count_tokens(self, counter: TokenCounter) -> None:
+        """After the first step: how long a step is decides what an update may cost."""
+        self._facts, self._tokens = self._facts.with_tokens(counter.stop()), None
+        if self._needs_samples or self._facts.tokens is None or "expected_loss" not in self.plan.settings:
+            return
+        plan = self._best_plan(self.profile, self._memory, self._time, self._settings)
+        if any(self.plan.block_of(name).configuration != block.configuration for name, block in plan.by_parameter):
+            logger.info("planned anew for steps of %d tokens", self._facts.tokens)
+            self._adopt(plan, inherit=True)
 
     def _has_settled(self) -> bool:
         profile = self._newest_profile() if self._settle is not None else None
@@ -192,20 +227,21 @@ class BAOC(BlockOptimizer):
 
     def _newest_profile(self) -> Profile | None:
         if self._sampler is not None and self._sampler.steps:
-            return Profile.from_sampler(self._sampler, self._params())
+            return Profile.from_sampler(self._sampler, self._params(), self._facts)
         return self.profile
 
-    def _best_plan(self, profile: Profile | None, memory: float | int | str, time: float, settings: Settings) -> Plan:
-        """The plan of least risk in the budget less what the samples and parameters that joined later hold."""
-        if self._times is None:
-            self._times = TimeModel(StepRunner(self.members()[0].param.device, self._kernel_request))
-        hyper = self._hyper()
+    def _planner(self, profile: Profile | None, settings: Settings) -> Planner:
         shapes = {name: shape for name, shape in self._shapes().items() if name in set(self._names)}
+        return Planner(shapes, profile, self._hyper(), settings, self._facts)
+
+    def _best_plan(
+        self, profile: Profile | None, memory: float | int | str, time: float | None, settings: Settings
+    ) -> Plan:
+        """The plan of least risk in the budget less what the samples and parameters that joined later hold."""
         samples = self._sampler.nbytes if self._sampler else 0
         later = sum(block.state_bytes for block in self._later_blocks())
-        room = memory_budget(memory, self.plan.reference_bytes) - samples - later
         try:
-            return Planner(shapes, profile, hyper, self._times, settings).plan(room, time)
+            return self._planner(profile, settings).plan(memory, time, taken=samples + later)
         except PlanError as error:
             used = f" Of memory={memory!r}, {human_bytes(samples)} are for samples." if samples else ""
             hint = (
@@ -239,6 +275,9 @@ class BAOC(BlockOptimizer):
         super().__setstate__(state)
         if "_sampler" in state:  # a copy
             return
+        known = self.plan.settings  # the weights of a run that goes on do not tell how it began
+        if known.get("regime") in risks.REGIMES:
+            self._facts = dataclasses.replace(self._facts, regime=known["regime"])
         saved = self.param_groups[0].pop(SAMPLER, None)
         if saved is not None:
             self._sampler = Sampler.from_state_dict(saved, self._params())
@@ -257,6 +296,8 @@ class BAOC(BlockOptimizer):
             "_last_diagnostics",
             "_sampler",
             "_names",
+            "_facts",
+            "_tokens",
             "profile",
         )
-        return super().__getstate__() | {name: self.__dict__[name] for name in own} | {"_times": None}
+        return super().__getstate__() | {name: self.__dict__[name] for name in own}

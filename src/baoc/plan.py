@@ -14,9 +14,7 @@ from torch import nn
 from baoc.core.plan import Block, Plan, PlanError, memory_budget
 from baoc.core.spec import DEFAULT_BETAS, Hyper
 from baoc.optim.optimizer import BlockOptimizer
-from baoc.optim.timing import StepRunner
-from baoc.planning.cost import TimeModel
-from baoc.planning.planner import DEFAULT_MEMORY, DEFAULT_TIME, Planner, Settings
+from baoc.planning.planner import DEFAULT_MEMORY, Planner, Settings
 from baoc.profiling.coordinates import RATIO
 from baoc.profiling.profile import Profile
 from baoc.profiling.profiler import LossFunction, Profiler, record
@@ -29,16 +27,16 @@ WARMUP_CONFIGURATION = "adamw-16"
 def make_plan(
     profile: Profile,
     memory: float | int | str = DEFAULT_MEMORY,
-    time: float = DEFAULT_TIME,
+    time: float | None = None,
     *,
     hyper: Hyper | None = None,
-    times: TimeModel | None = None,
     **settings: Any,
 ) -> Plan:
     """The plan of least risk for a profile within a memory and a time budget.
 
-    ``memory`` is a share of AdamW16's state (0.5, "50%"), bytes (an int) or a size ("1.5GiB"); ``time`` bounds the mean
-    of the blocks' update-time ratios to AdamW16. ``settings`` are those of :class:`~baoc.planning.planner.Settings`.
+    ``memory`` is a share of AdamW16's state (0.5, "50%"), bytes (an int), a size ("1.5GiB") or "auto"; ``time`` bounds
+    how long a training step may become, relative to one with AdamW16. ``settings`` are those of
+    :class:`~baoc.planning.planner.Settings`.
 
     >>> model = nn.Linear(64, 128)
     >>> seen = profile(model, lambda model, batch: model(batch).square().mean(), [torch.randn(2, 64)], steps=5)
@@ -47,8 +45,7 @@ def make_plan(
     True
     """
     chosen = Settings.of("make_plan", settings)
-    times = times or TimeModel(StepRunner())
-    return Planner(profile.shapes, profile, hyper or Hyper(lr=1e-3), times, chosen).plan(memory, time)
+    return Planner(profile.shapes, profile, hyper or Hyper(lr=1e-3), chosen).plan(memory, time)
 
 
 def profile(

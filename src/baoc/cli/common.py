@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -13,9 +14,9 @@ import torch
 from baoc.core.configuration import ConfigurationError
 from baoc.core.plan import Plan, PlanError
 from baoc.core.spec import DEFAULT_BETAS, Hyper
-from baoc.planning import partition
 from baoc.planning import risk as risks
-from baoc.planning.planner import DEFAULT_TIME, REFINED, Settings
+from baoc.planning.planner import AUTO, GRANULARITIES, Settings
+from baoc.planning.space import DEFAULT_SPACE, SPACES
 from baoc.profiling.profile import Profile
 
 if TYPE_CHECKING:
@@ -51,13 +52,44 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_planning(parser: argparse.ArgumentParser) -> None:
-    """The options that :class:`Settings` and the time model are made from."""
+    """The options that :class:`Settings` are made from."""
+    parser.add_argument(
+        "--space",
+        choices=tuple(SPACES),
+        default=DEFAULT_SPACE,
+        help="what to choose from and how to judge it: ours, or the paper's to the letter (default: %(default)s)",
+    )
     parser.add_argument(
         "--time",
         metavar="RATIO",
         type=positive_number,
-        default=DEFAULT_TIME,
-        help="the blocks' mean update time may be this much of AdamW16's (default: %(default)s)",
+        default=None,
+        help="a training step may take this much of one with AdamW16, by estimate; in the paper's space, the blocks' "
+        "updates on average (default: " + ", ".join(f"{space.time:g} ({name})" for name, space in SPACES.items()) + ")",
+    )
+    parser.add_argument(
+        "--regime",
+        choices=(AUTO, *risks.REGIMES),
+        default=AUTO,
+        help="whether the weights are trained from scratch (default: the weights tell)",
+    )
+    parser.add_argument(
+        "--tokens",
+        metavar="N",
+        type=partial(at_least, 1),
+        help="that a step trains on (default: counted in the warm-up)",
+    )
+    parser.add_argument(
+        "--table",
+        metavar="FILE",
+        help="of measured effects, as `baoc calibrate` writes it (default: the one that ships)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        metavar="PERCENT",
+        type=number,
+        default=Settings().tolerance,
+        help="of loss, for --memory auto (default: %(default)s)",
     )
     parser.add_argument(
         "--forbid",
@@ -72,8 +104,7 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--risk",
         metavar="NAME",
-        default=risks.DEFAULT_RISK,
-        help=f"the risk model: {', '.join(risks.RISKS)} (default: %(default)s)",
+        help=f"the risk model: {', '.join(risks.RISKS)} (default: the space's)",
     )
     parser.add_argument(
         "--gamma",
@@ -85,8 +116,7 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--granularity",
         metavar="G",
-        default=REFINED,
-        help=f"how blocks are cut: {', '.join((REFINED, *partition.GRANULARITIES))} (default: %(default)s)",
+        help=f"how blocks are cut: {', '.join(GRANULARITIES)} (default: the space's)",
     )
     parser.add_argument(
         "--lr",
@@ -102,19 +132,18 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
         default=0.01,
         help="the weight decay you will train with (default: %(default)s)",
     )
-    parser.add_argument(
-        "--device",
-        type=device,
-        default=None,
-        help="where update times are measured (default: the model's device; for a profile, cuda if there is one)",
-    )
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Errors in what was typed are the user's."""
     try:
         return Settings(
+            space=args.space,
             risk=args.risk,
+            regime=args.regime,
+            tokens=args.tokens,
+            table=args.table,
+            tolerance=args.tolerance,
             gamma=args.gamma,
             granularity=args.granularity,
             forbid=patterns(args.forbid),
@@ -126,19 +155,15 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def check_risk(args: argparse.Namespace) -> None:
     try:
-        risks.find(args.risk)
+        if args.risk is not None:
+            risks.find(args.risk)
+        risks.Table.load(args.table)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
 def hyper_of(args: argparse.Namespace, betas: tuple[float, float] = DEFAULT_BETAS) -> Hyper:
     return Hyper(lr=args.lr, beta1=betas[0], beta2=betas[1], weight_decay=args.weight_decay)
-
-
-def device_of(args: argparse.Namespace) -> torch.device:
-    if args.device is not None:
-        return torch.device(args.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def patterns(texts: Sequence[str]) -> dict[str, list[str]]:

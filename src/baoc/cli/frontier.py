@@ -10,8 +10,6 @@ from pathlib import Path
 
 from baoc.cli import common
 from baoc.core.text import human_bytes
-from baoc.optim.timing import StepRunner
-from baoc.planning.cost import TimeModel
 from baoc.planning.planner import Planner
 from baoc.report import Frontier, frontier, plot
 from baoc.report.frontier import frontier_table
@@ -19,9 +17,10 @@ from baoc.report.frontier import frontier_table
 SUMMARY = "risk and time against memory, over all budgets"
 
 DESCRIPTION = """\
-Plan a profile for many memory budgets, evenly spaced from the smallest that can be met to twice AdamW16's state, and
-show the risk and the time of each plan. The knee is where more memory begins to pay less: the point furthest below the
-line between the ends of the curve, with both axes scaled alike."""
+Plan a profile for many memory budgets, from the smallest that can be met to twice AdamW16's state, each larger by the
+same factor, and show the risk (the expected change of the loss, in percent) and the time of each plan. The knee is
+where more memory begins to pay less: the point furthest below the line between the ends of the curve, with both axes
+scaled alike."""
 
 EXAMPLES = """\
 examples:
@@ -54,8 +53,7 @@ def run(args: argparse.Namespace) -> None:
     common.check_risk(args)
     settings = common.settings_of(args)
     profile = common.load_profile(args.profile)
-    times = TimeModel(StepRunner(common.device_of(args)))
-    planner = Planner(profile.shapes, profile, common.hyper_of(args, profile.betas), times, settings)
+    planner = Planner(profile.shapes, profile, common.hyper_of(args, profile.betas), settings)
     result = frontier(planner, args.points, args.time)
     if args.json:
         print(json.dumps(_content(result), indent=2))
@@ -70,9 +68,8 @@ def run(args: argparse.Namespace) -> None:
 def _print(result: Frontier, source: str, blocks: int) -> None:
     first, last = result.points[0], result.points[-1]
     print(
-        f"{source}: {blocks} blocks; {len(result.points)} budgets, evenly spaced from "
-        f"{human_bytes(first.memory_budget)} to {human_bytes(last.memory_budget)}, "
-        f"time within {result.time_budget:g} of AdamW16's"
+        f"{source}: {blocks} blocks; {len(result.points)} budgets from {human_bytes(first.memory_budget)} to "
+        f"{human_bytes(last.memory_budget)}, time within {result.time_budget:g} of AdamW16's"
     )
     print()
     print(frontier_table(result))
@@ -88,7 +85,7 @@ def _content(result: Frontier) -> dict[str, object]:
     return {
         "reference_bytes": result.reference_bytes,
         "time_budget": result.time_budget,
-        "spacing": "even",
+        "spacing": "geometric",
         "knee": result.knee,
         "points": [asdict(point) for point in result.points],
     }

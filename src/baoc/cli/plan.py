@@ -17,10 +17,9 @@ from baoc.core.plan import memory_budget
 from baoc.core.text import human_bytes
 from baoc.models import MODELS
 from baoc.models.resolve import resolve
-from baoc.optim.timing import StepRunner
-from baoc.planning.cost import TimeModel
 from baoc.planning.estimate import trainable_shapes
-from baoc.planning.planner import DEFAULT_MEMORY, Planner
+from baoc.planning.planner import AUTO, DEFAULT_MEMORY, Planner
+from baoc.profiling.facts import Facts
 from baoc.profiling.profile import Profile
 from baoc.report.progress import MovingLine
 
@@ -51,7 +50,8 @@ def register(commands: common.Commands) -> None:
         metavar="BUDGET",
         type=common.budget,
         default=DEFAULT_MEMORY,
-        help="for optimizer state: a share of AdamW16's (40%% or 0.4), a size (1.5GiB) or bytes (default: %(default)s)",
+        help="for optimizer state: a share of AdamW16's (40%% or 0.4), a size (1.5GiB), bytes, or auto for the least "
+        "that is expected to be as good as any (default: %(default)s)",
     )
     parser.add_argument(
         "--steps",
@@ -62,6 +62,7 @@ def register(commands: common.Commands) -> None:
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="save the plan, such as plan.json")
     parser.add_argument("--profile-out", metavar="FILE", help="save what the warm-up learned, for other budgets")
+    parser.add_argument("--wide", action="store_true", help="show all that is known of each block")
     parser.add_argument("--dry-run", action="store_true", help="plan without gradients: assume a typical model")
     parser.add_argument(
         "--seed", metavar="N", type=common.whole, default=0, help="of torch and of the samples (default: %(default)s)"
@@ -75,11 +76,12 @@ def run(args: argparse.Namespace) -> None:
     """Print the plan, or its JSON, and save it."""
     common.check_writable(args.output)
     common.check_writable(args.profile_out)
-    memory_budget(args.memory, 1)
+    if args.memory != AUTO:
+        memory_budget(args.memory, 1)
     common.settings_of(args)  # wrong options should not cost a warm-up
     planner = _planner(args)
     plan = planner.plan(args.memory, args.time)
-    print(plan.to_json() if args.json else plan)
+    print(plan.to_json() if args.json else plan.table(wide=args.wide))
     if args.output is not None:
         plan.save(args.output)
         _note(f"saved the plan to {args.output}", args)
@@ -97,14 +99,12 @@ def _planner(args: argparse.Namespace) -> Planner:
         if args.dry_run:
             raise common.UsageError(f"{args.source!r} is a profile, which needs no --dry-run: leave it out.")
         profile = common.load_profile(args.source)
-        times = TimeModel(StepRunner(common.device_of(args)))
-        return Planner(profile.shapes, profile, common.hyper_of(args, profile.betas), times, common.settings_of(args))
+        return Planner(profile.shapes, profile, common.hyper_of(args, profile.betas), common.settings_of(args))
     if args.dry_run:
         with contextlib.redirect_stdout(sys.stderr):
-            shapes = trainable_shapes(resolve(args.source))
-        return Planner(
-            shapes, None, common.hyper_of(args), TimeModel(StepRunner(common.device_of(args))), common.settings_of(args)
-        )
+            model = resolve(args.source)
+            shapes = trainable_shapes(model)
+        return Planner(shapes, None, common.hyper_of(args), common.settings_of(args), Facts.of(model))
     if args.source in MODELS or Path(args.source).exists():
         raise common.UsageError(
             f"{args.source!r} has no data to warm up on. Give file.py:function, or plan without gradients: --dry-run."
@@ -119,7 +119,7 @@ def _from_workload(args: argparse.Namespace) -> Planner:
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not our output
         workload = load_workload(args.source)
         common.check_risk(args)  # not before: the file may have registered it
-        shapes = trainable_shapes(workload.model)
+        shapes, facts = trainable_shapes(workload.model), Facts.of(workload.model)
         profile: Profile | None = None
         if not args.dry_run:
             with Progress(sys.stderr) as progress:
@@ -133,9 +133,7 @@ def _from_workload(args: argparse.Namespace) -> Planner:
         if args.profile_out is not None:
             profile.save(args.profile_out)
             _note(f"saved the profile to {args.profile_out} ({human_bytes(_size(args.profile_out))})", args)
-    trained_on = next(param.device for param in workload.model.parameters() if param.requires_grad)
-    times = TimeModel(StepRunner(trained_on if args.device is None else torch.device(args.device)))
-    return Planner(shapes, profile, common.hyper_of(args), times, common.settings_of(args))
+    return Planner(shapes, profile, common.hyper_of(args), common.settings_of(args), None if profile else facts)
 
 
 def _note(text: str, args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -132,6 +132,11 @@ class Plan:
                 f"such as '{configuration} else adamw-8'."
             )
 
+    @property
+    def by_parameter(self) -> Iterable[tuple[str, Block]]:
+        """Every parameter's name, with its block."""
+        return self._block_of.items()
+
     def block_of(self, parameter: str) -> Block:
         return self._block_of[parameter]
 
@@ -228,26 +233,44 @@ class Plan:
             raise PlanError(f"{os.fspath(path)} is not a plan file: byte {error.start} is not UTF-8 text.") from None
 
     def __str__(self) -> str:
-        explained = any(block.risk or block.why for block in self.blocks)
-        rows = [
-            [
-                block.name,
-                len(block.parameters),
-                human_count(block.numel),
-                str(block.configuration),
-                human_bytes(block.state_bytes),
-                "-" if block.lr_scale is None else f"{block.lr_scale:.3g}",
-                *([_risk_text(block.risk), block.why] if explained else []),
-            ]
-            for block in self.blocks
+        return self.table()
+
+    def table(self, *, wide: bool = False) -> str:
+        """What each block has, what that holds in all, and what is expected of it; ``wide`` shows all that is known."""
+        is_expectation = "expected_loss" in self.settings
+        columns: dict[str, Callable[[Block], object]] = {
+            "block": lambda block: block.name if wide else _cut(block.name),
+            "tensors": lambda block: len(block.parameters),
+            "parameters": lambda block: human_count(block.numel),
+            "configuration": lambda block: str(block.configuration) if wide else block.configuration.alias,
+            "state": lambda block: human_bytes(block.state_bytes),
+        }
+        if wide or not is_expectation:
+            columns["lr scale"] = lambda block: "-" if block.lr_scale is None else f"{block.lr_scale:.3g}"
+        if any(block.risk for block in self.blocks):
+            of_risk = _loss_text if is_expectation else _risk_text if wide else _risk_total
+            columns["loss" if is_expectation else "risk"] = lambda block: of_risk(block.risk)
+        if wide and any(block.why for block in self.blocks):
+            columns["why"] = lambda block: block.why
+        rows = [[text(block) for text in columns.values()] for block in self.blocks]
+        right = [
+            name for name in columns if name not in ("block", "configuration", "why") and not (wide and name == "risk")
         ]
-        header = ["block", "tensors", "parameters", "configuration", "state", "lr scale"]
-        header += ["risk", "why"] if explained else []
+        return "\n".join([table(list(columns), rows, right=right), *self._summary()])
+
+    def _summary(self) -> list[str]:
         share = self.state_bytes / self.reference_bytes if self.reference_bytes else 0.0
-        total = (
+        lines = [
             f"{human_bytes(self.state_bytes)} of state, {share:.1%} of AdamW16's {human_bytes(self.reference_bytes)}"
-        )
-        return f"{table(header, rows, right=('tensors', 'parameters', 'state', 'lr scale'))}\n{total}"
+        ]
+        if "expected_loss" in self.settings:
+            start = {"scratch": "from scratch", "finetune": "in fine-tuning"}.get(self.settings.get("regime", ""), "")
+            runs = self.settings.get("expected_from_runs", 0)
+            lines.append(
+                f"expected: {_percent(self.settings['expected_loss'])} loss against AdamW32, {start}, from {runs} "
+                f"ablation runs"
+            )
+        return lines
 
 
 def _read_block(entry: Any, index: int) -> Block:
@@ -272,6 +295,23 @@ def _read_shape(shape: Any) -> Shape:
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"a shape is {shape!r}; it must be a list of whole numbers.")
     return tuple(shape)
+
+
+def _cut(name: str, width: int = 24) -> str:
+    """The end of a name tells more than its beginning."""
+    return name if len(name) <= width else f"..{name[2 - width :]}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:+.1f}%" if abs(value) >= 0.05 else "no change of"
+
+
+def _loss_text(risk: Mapping[str, float]) -> str:
+    return f"{sum(risk.values()):+.2f}%"
+
+
+def _risk_total(risk: Mapping[str, float]) -> str:
+    return f"{sum(risk.values()):.3f}"
 
 
 def _risk_text(risk: Mapping[str, float]) -> str:

@@ -1,6 +1,6 @@
 """What a parameter is in its model. Mechanisms that work on whole matrices suit some roles and not others.
 
->>> from torch import nn
+>>> from torch import Tensor, nn
 >>> model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 100))
 >>> {name: role.value for name, role in roles_of(model).items() if name.endswith("weight")}
 {'0.weight': 'embedding', '1.weight': 'matrix', '2.weight': 'vector', '3.weight': 'head'}
@@ -13,13 +13,16 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 
-from torch import nn
+from torch import Tensor, nn
 
 from baoc.core.spec import Shape, real_shape
 
 _KERNEL_SIDE = 16  # the last dim of a 3-d tensor: a convolution's kernel is shorter, a matrix of a stack is not
 _EMBEDDING_NAME = re.compile(r"(^|[._])(w[tp]e|emb|embed\w*|[a-z]+_emb\w*|cls_token)(?=[._]|$)", re.IGNORECASE)
-_HEAD_NAME = re.compile(r"(^|\.)(lm_head|head|classifier|fc_out|proj_out)(?=\.|$)", re.IGNORECASE)
+# but for lm_head, not in a layer, which has a number: attentions there have a proj_out too
+_HEAD_NAME = re.compile(
+    r"(^|\.)lm_head(?=\.|$)|^([a-z_]+\.)*(head|classifier|proj_out|conv_out)(?=\.|$)", re.IGNORECASE
+)
 _WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -63,17 +66,23 @@ def role_of(shape: Shape, name: str = "") -> Role:
 
 
 def roles_of(model: nn.Module) -> dict[str, Role]:
-    """The role of every parameter, by module types first: embeddings, and the last linear map, which is the head."""
+    """The role of every parameter, by module types first: embeddings, and the last map of the model, which is the head.
+
+    >>> unet = nn.ModuleDict({"mid": nn.ModuleList([nn.Conv2d(8, 8, 3), nn.Linear(8, 8)]), "out": nn.Conv2d(8, 3, 3)})
+    >>> {name: role.value for name, role in roles_of(unet).items() if name.endswith("weight")}
+    {'mid.0.weight': 'convolution', 'mid.1.weight': 'matrix', 'out.weight': 'head'}
+    """
     by_module: dict[int, Role] = {}
-    last_linear: nn.Linear | None = None
+    last: Tensor | None = None
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             by_module[id(module.weight)] = Role.EMBEDDING
-        elif isinstance(module, nn.Linear):
-            last_linear = module
-            by_module.setdefault(id(module.weight), Role.MATRIX)
-    if last_linear is not None and by_module[id(last_linear.weight)] is Role.MATRIX:  # else tied to an embedding
-        by_module[id(last_linear.weight)] = Role.HEAD
+        elif isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+            last = module.weight
+            if isinstance(module, nn.Linear):
+                by_module.setdefault(id(module.weight), Role.MATRIX)
+    if last is not None and by_module.get(id(last)) is not Role.EMBEDDING:  # a tied head is an embedding
+        by_module[id(last)] = Role.HEAD
     return {
         canonical_name(name): by_module.get(id(param)) or role_of(real_shape(param), canonical_name(name))
         for name, param in model.named_parameters()

@@ -1,125 +1,100 @@
-"""What a configuration costs a block: bytes from layouts, time measured with whatever runs the updates."""
+"""What a configuration costs a block: bytes from layouts, time from the bytes and operations of an update.
+
+Nothing is timed: the same model has the same costs in every process, on every rank and under any load.
+"""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baoc.core.codecs import Format
 from baoc.core.configuration import REFERENCE, Configuration
-from baoc.core.spec import SMALL_NUMEL, Shape
+from baoc.core.roles import as_matrices
+from baoc.core.spec import Reach, Shape
 
-REPEATS = 7
-_LARGEST_TIMED = 1 << 17  # elements: beyond, time grows with size alike for all configurations
-_STEP = 0.1  # ratios are rounded to this: noise below it must not decide between plans
+Blocks = Sequence[Mapping[str, Shape]]
+"""Each block's parameters: name -> shape."""
+
+OPERATIONS_PER_BYTE = {"cpu": 4.0, "cuda": 100.0}
+"""What a device computes while it moves one byte. An update moves bytes, a training step computes."""
+_FLOPS_PER_WEIGHT = 6  # of a training step, for each token: two in the forward pass, four in the backward
 
 
-def memory(blocks: Sequence[Mapping[str, Shape]], configurations: Sequence[Configuration]) -> NDArray[np.int64]:
-    """Bytes of every block (a mapping name -> shape) under every configuration: (blocks, configurations).
+def memory(blocks: Blocks, configurations: Sequence[Configuration]) -> NDArray[np.int64]:
+    """Bytes of every block under every configuration: (blocks, configurations).
 
     >>> from baoc.core.configuration import parse
     >>> memory([{"weight": (768, 768)}], [parse("adamw-16"), parse("adamw-8"), parse("sgd")])
     array([[2359296, 1184256,       0]])
     """
-    return np.array(
-        [[sum(c.state_bytes(shape) for shape in block.values()) for c in configurations] for block in blocks],
-        dtype=np.int64,
-    ).reshape(len(blocks), len(configurations))
+    return _each(blocks, configurations, lambda shape, c: c.state_bytes(shape)).astype(np.int64)
 
 
-def shape_class(shape: Shape) -> Shape:
-    """The shape that a tensor is timed as: few shapes stand for all, none larger than what fills caches.
+def bytes_moved(shape: Shape, configuration: Configuration) -> int:
+    """What an update of fp32 parameters must move through memory at the least.
 
-    >>> shape_class((50257, 768)), shape_class((768,)), shape_class((320, 320, 3, 3)), shape_class((60, 60))
-    ((170, 768), (1024,), (45, 320, 3, 3), (63, 63))
+    Every parameter is read and written once, every gradient read once, all state read and written once. Two kinds of
+    update need more: sums that must be there before the first element moves, for which gradients are read once more
+    (Adafactor's step length: parameters and state too), and balanced gradients, which are read for every turn.
+
+    >>> from baoc.core.configuration import parse
+    >>> [bytes_moved((1024, 1024), parse(name)) >> 20 for name in ("adamw-32", "adamw-16", "sgd")]
+    [28, 20, 12]
     """
-    numel = math.prod(shape)
-    if numel == 0:
-        return (0,)
-    side = 2 ** math.ceil(math.log(numel, 4) - 1e-9)
-    if len(shape) < 2:  # only the size matters
-        return (min(side * side, SMALL_NUMEL - 1 if numel < SMALL_NUMEL else _LARGEST_TIMED),)
-    if numel < SMALL_NUMEL:  # all fp32, but a matrix may be factored
-        side = min(side, math.isqrt(SMALL_NUMEL - 1))
-        return (side, side)
-    row = math.prod(shape[1:])
-    return (max(1, -(-SMALL_NUMEL // row), min(shape[0], _LARGEST_TIMED // row)), *shape[1:])
-
-
-Form = tuple[object, tuple[Format, ...]]
-"""What decides about time: the update rule, and how its slots are really stored. Decay is all but free."""
-
-
-def _form(shape: Shape, configuration: Configuration) -> Form:
     layout = configuration.layout(shape)
-    rule = type(layout.mechanism)
-    return (rule.direction, rule.finish), layout.formats
+    turns = layout.mechanism.norms.count("col") or len(layout.mechanism.norms)
+    again = turns or layout.mechanism.reach is Reach.SUMS
+    absorbs = any(stored.reach is Reach.SUMS for stored in layout.formats)
+    param_accesses, gradient_reads = 2 + (again and not turns), 1 + again + absorbs
+    return 4 * math.prod(shape) * (param_accesses + gradient_reads) + (2 + again) * layout.nbytes
 
 
-class Runner(Protocol):
-    """What is timed: see :class:`baoc.optim.timing.StepRunner`."""
-
-    @property
-    def name(self) -> str:
-        """What the times belong to: a kernel and a device."""
-
-    def __call__(self, shape: Shape, configuration: Configuration) -> Callable[[], None]:
-        """A function that makes one update of such a tensor and returns when it is done."""
+def operations(shape: Shape, configuration: Configuration) -> int:
+    """Of an update's products of matrices; what is done element by element is hidden behind the bytes it moves."""
+    mechanism = configuration.layout(shape).mechanism
+    if mechanism.reach is not Reach.MATRIX:
+        return 0
+    matrices, rows, cols = as_matrices(shape)
+    return matrices * mechanism.operations(rows, cols)
 
 
-_MEASURED: dict[str, dict[tuple[Shape, Form], float]] = {}
+def update_ratios(blocks: Blocks, configurations: Sequence[Configuration]) -> NDArray[np.float64]:
+    """The paper's r_(i,c) (Sec. 3.1): each block's update time relative to AdamW16's, where bytes are what takes time.
+
+    That is so on GPUs, for every configuration of the paper.
+    """
+    moved = _each(blocks, (*configurations, REFERENCE), bytes_moved)
+    unit = moved[:, -1:]
+    # an empty block costs what AdamW16 costs it: it must not make room for slower ones
+    return np.divide(moved[:, :-1], unit, out=np.ones_like(moved[:, :-1]), where=unit > 0)
 
 
-class TimeModel:
-    """Update times of configurations relative to AdamW16's (Sec. 3.1), measured once per shape class and kept."""
+def step_ratios(
+    blocks: Blocks, configurations: Sequence[Configuration], tokens: int, device: str = "cpu"
+) -> NDArray[np.float64]:
+    """Shares of a whole training step, with AdamW16's as one: the mean over blocks is how much longer a step becomes.
 
-    def __init__(self, runner: Runner, repeats: int = REPEATS) -> None:
-        self._runner = runner
-        self._repeats = repeats
-        # shared by all models of time for one device and kernel: in one process the same plan comes out every time
-        self._seconds = _MEASURED.setdefault(runner.name, {})
+    A step of ``tokens`` tokens computes six operations for each of them and every weight.
 
-    def ratios(
-        self, blocks: Sequence[Mapping[str, Shape]], configurations: Sequence[Configuration]
-    ) -> NDArray[np.float64]:
-        """Time ratio of every block under every configuration: (blocks, configurations)."""
-        wanted = list(dict.fromkeys((*configurations, REFERENCE)))
-        for shape in sorted({shape_class(shape) for block in blocks for shape in block.values()}):
-            self._measure(shape, wanted)
-        rows = []
-        for block in blocks:
-            seconds = {c: sum(self._seconds_for(shape, c) for shape in block.values()) for c in wanted}
-            unit = seconds[REFERENCE]
-            # an empty block costs what AdamW16 costs it: it must not make room for slower ones
-            rows.append([round(seconds[c] / unit / _STEP) * _STEP if unit else 1.0 for c in configurations])
-        return np.array(rows, dtype=np.float64).reshape(len(blocks), len(configurations))
+    >>> from baoc.core.configuration import parse
+    >>> step_ratios([{"weight": (768, 768)}], [parse("adamw-16"), parse("muon-8")], tokens=4096).round(2).tolist()
+    [[1.0, 1.78]]
+    """
+    intensity = OPERATIONS_PER_BYTE.get(device, OPERATIONS_PER_BYTE["cuda"])
+    chosen = (*configurations, REFERENCE)
+    update = intensity * _each(blocks, chosen, bytes_moved) + _each(blocks, chosen, operations)
+    weights = sum(math.prod(shape) for block in blocks for shape in block.values())
+    computed = _FLOPS_PER_WEIGHT * tokens * weights / max(1, len(blocks))
+    whole = computed * len(blocks) + update[:, -1].sum()
+    ratios: NDArray[np.float64] = (computed + update[:, :-1]) * len(blocks) / max(1.0, whole)
+    return ratios
 
-    def _seconds_for(self, shape: Shape, configuration: Configuration) -> float:
-        timed = shape_class(shape)
-        if not math.prod(timed):
-            return 0.0
-        return self._seconds[timed, _form(timed, configuration)] * max(1.0, math.prod(shape) / math.prod(timed))
 
-    def _measure(self, shape: Shape, configurations: Sequence[Configuration]) -> None:
-        if not math.prod(shape):
-            return
-        forms = {_form(shape, c): c for c in reversed(configurations)}
-        updates = {form: self._runner(shape, c) for form, c in forms.items() if (shape, form) not in self._seconds}
-        samples: dict[Form, list[float]] = {form: [] for form in updates}
-        for repeat in range(self._repeats + 1):  # interleaved: a slow moment of the machine hits all alike
-            for form, update in updates.items():
-                seconds = self._time(update)
-                if repeat:  # the first warms up, or compiles
-                    samples[form].append(seconds)
-        # what disturbs a measurement only ever makes it longer
-        self._seconds.update({(shape, form): min(values) for form, values in samples.items()})
-
-    def _time(self, update: Callable[[], None]) -> float:
-        start = time.perf_counter()
-        update()
-        return time.perf_counter() - start
+def _each(
+    blocks: Blocks, configurations: Sequence[Configuration], cost: Callable[[Shape, Configuration], int]
+) -> NDArray[np.float64]:
+    rows = [[sum(cost(shape, c) for shape in block.values()) for c in configurations] for block in blocks]
+    return np.array(rows, dtype=np.float64).reshape(len(blocks), len(configurations))

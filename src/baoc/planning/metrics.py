@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from baoc.core.codecs import CODECS, Codec, Format, SummedFormat
 from baoc.core.configuration import Configuration, parse
 from baoc.core.mechanisms import Evidence, pooled_rms
+from baoc.core.roles import Role
 from baoc.core.rounding import NEAREST
 from baoc.core.spec import Hyper, Slot
 from baoc.profiling.profile import Array, Profile, TensorRecord
@@ -28,7 +29,15 @@ BETA_RHO = 0.9
 class Metrics:
     """One block's diagnostics at the end of the warm-up: the paper's z_i, and what else the streams tell of it."""
 
-    def __init__(self, profile: Profile, names: Iterable[str], hyper: Hyper, *, epsilon: float = EPSILON) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        names: Iterable[str],
+        hyper: Hyper,
+        *,
+        roles: Mapping[Role, float] | None = None,
+        epsilon: float = EPSILON,
+    ) -> None:
         self._records = [profile.records[name] for name in names if profile.records[name].numel]
         self._steps, self._hyper, self._epsilon = profile.steps, hyper, epsilon
         samples = sum(len(record.second) for record in self._records)
@@ -44,6 +53,8 @@ class Metrics:
         self._stored: dict[tuple[str, str], Tensor] = {}
         self._exact: tuple[object, Array, float] | None = None
 
+        self.roles = dict(roles or {})
+        """How much of each role's elements in the model are this block's."""
         self.has_signal = bool((second > 0).any())
         """Some sampled gradient was not zero. Without, every other number is meaningless."""
         self.anisotropy = anisotropy(second, self._weights, epsilon)

@@ -5,23 +5,27 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baoc.core.configuration import CATALOG, REFERENCE, Configuration, parse
+from baoc.core.configuration import REFERENCE, Configuration, parse
 from baoc.core.mechanisms import MECHANISMS
+from baoc.core.mechanisms.normalised import Normalised
 from baoc.core.plan import Block, Plan, PlanError, memory_budget
-from baoc.core.roles import canonical_name
-from baoc.core.spec import Hyper, Shape
+from baoc.core.roles import Role, canonical_name
+from baoc.core.spec import SMALL_NUMEL, Hyper, Shape
 from baoc.core.text import check_names, human_bytes
 from baoc.planning import cost, partition
 from baoc.planning import risk as risks
-from baoc.planning.cost import TimeModel
 from baoc.planning.metrics import Metrics
+from baoc.planning.partition.units import unique
+from baoc.planning.space import DEFAULT_SPACE, PER_ROLE, REFINED, SPACES, Space
+from baoc.profiling.facts import Facts
 from baoc.profiling.profile import Profile
 from baoc.solve import Infeasible, Problem, Solution, frontier, smallest_memory, solve
 
@@ -29,24 +33,47 @@ Patterns = str | Sequence[str] | Mapping[str, "str | Sequence[str]"]
 """Configurations to forbid or prefer, for all blocks or by a pattern on block and parameter names."""
 
 DEFAULT_MEMORY = 0.5
-DEFAULT_TIME = 1.3
+AUTO = "auto"
+"""A memory budget: the least that is expected to be within a tolerance of the best."""
 PREFERENCE = 0.5  # lambda_pref
-REFINED = "refined"
+TOKENS = 4096
+"""Of a step, until some were counted: few enough that an expensive update is not chosen by mistake."""
+GRANULARITIES = (PER_ROLE, REFINED, *partition.GRANULARITIES)
 _UNWANTED = 10.0  # risk of anything but the reference's mechanism for a block without signal
+_PLURAL = {
+    Role.VECTOR: "vectors",
+    Role.MATRIX: "matrices",
+    Role.STACK: "stacks",
+    Role.CONVOLUTION: "convolutions",
+    Role.EMBEDDING: "embeddings",
+    Role.HEAD: "heads",
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything about a plan but its budgets. The defaults are the paper's, where it has any."""
+    """Everything about a plan but its budgets. What is ``None`` is the space's own. Where the paper has a default, it
+    is the default here.
+    """
 
-    risk: str | risks.RiskModel = risks.DEFAULT_RISK
+    space: str = DEFAULT_SPACE
+    """``"measured"``, ours, or ``"paper"``."""
+    risk: str | risks.RiskModel | None = None
+    regime: str = AUTO
+    """``"scratch"`` or ``"finetune"``; left out, the weights tell."""
+    table: str | None = None
+    """A file of measured effects, such as ``baoc calibrate`` writes; left out, the one that ships."""
+    tolerance: float = 0.2
+    """Of ``memory="auto"``, in percent of loss."""
+    tokens: int | None = None
+    """That a step trains on; left out, they are counted where the optimizer is given a module."""
     anchors: risks.Anchors = risks.DEFAULT_ANCHORS
     weights: Mapping[str, float] | None = None
     gamma: float = risks.GAMMA
-    granularity: str = REFINED
+    granularity: str | None = None
     min_share: float = partition.MIN_SHARE
     quantile: float = 0.75
-    candidates: Sequence[Configuration | str] = CATALOG
+    candidates: Sequence[Configuration | str] | None = None
     forbid: Patterns = ()
     prefer: Patterns = ()
     preference: float = PREFERENCE
@@ -55,13 +82,19 @@ class Settings:
     def __post_init__(self) -> None:
         if self.lr_match not in ("rms", "none"):
             raise ValueError(f"unknown lr_match {self.lr_match!r}. Choose 'rms' or 'none' (the paper's).")
-        if self.granularity not in (REFINED, *partition.GRANULARITIES):
-            known = ", ".join((REFINED, *partition.GRANULARITIES))
-            raise ValueError(f"unknown granularity {self.granularity!r}. Choose one of {known}.")
-        given = (self.candidates,) if isinstance(self.candidates, (str, Configuration)) else self.candidates
-        object.__setattr__(self, "candidates", tuple(map(parse, given)))
-        if not self.candidates:
-            raise ValueError("there are no candidates to plan with. Give at least one configuration.")
+        _check_known("space", self.space, SPACES)
+        _check_known("regime", self.regime, (AUTO, *risks.REGIMES))
+        if self.granularity is not None:
+            _check_known("granularity", self.granularity, GRANULARITIES)
+        if self.tokens is not None and not self.tokens >= 1:
+            raise ValueError(f"tokens is {self.tokens!r}; it must be at least 1, or None to have them counted.")
+        if not self.tolerance >= 0:
+            raise ValueError(f"tolerance is {self.tolerance!r}; it must be a number of at least 0, in percent of loss.")
+        if self.candidates is not None:
+            given = (self.candidates,) if isinstance(self.candidates, (str, Configuration)) else self.candidates
+            object.__setattr__(self, "candidates", tuple(map(parse, given)))
+            if not self.candidates:
+                raise ValueError("there are no candidates to plan with. Give at least one configuration.")
 
     @classmethod
     def of(cls, caller: str, given: Mapping[str, Any]) -> Settings:
@@ -73,8 +106,25 @@ class Settings:
         check_names(given, caller, (field.name for field in fields(self)))
         return replace(self, **given)
 
-    def risk_settings(self, hyper: Hyper) -> risks.Settings:
-        return risks.Settings(self.anchors, self.weights or {}, self.gamma, hyper.weight_decay)
+    @property
+    def defaults(self) -> Space:
+        return SPACES[self.space]
+
+    @property
+    def chosen_risk(self) -> str | risks.RiskModel:
+        return self.defaults.risk if self.risk is None else self.risk
+
+    @property
+    def chosen_granularity(self) -> str:
+        return self.granularity or self.defaults.granularity
+
+    @property
+    def chosen_candidates(self) -> tuple[Configuration, ...]:
+        given = cast(tuple[Configuration, ...] | None, self.candidates) or self.defaults.candidates
+        return risks.Table.load(self.table).candidates if given is None else given
+
+    def risk_settings(self, hyper: Hyper, regime: str) -> risks.Settings:
+        return risks.Settings(self.anchors, self.weights or {}, self.gamma, hyper.weight_decay, regime, self.table)
 
 
 class Planner:
@@ -85,42 +135,83 @@ class Planner:
         shapes: Mapping[str, Shape],
         profile: Profile | None,
         hyper: Hyper,
-        times: TimeModel,
         settings: Settings | None = None,
+        facts: Facts | None = None,
     ) -> None:
-        """Without a profile all blocks have the prior's metrics: the plan for a warm-up, or for a dry run."""
+        """Without a profile all blocks have the prior's metrics: the plan for a warm-up, or for a dry run. ``facts``
+        are the profile's, if none are given.
+        """
         self.settings = settings or Settings()
         if not any(math.prod(shape) for shape in shapes.values()):
             raise PlanError("there is nothing to plan: the model has no parameters, or only empty ones.")
         self._shapes = {canonical_name(name): shape for name, shape in shapes.items()}
         self._profile = None if profile is None else profile.with_names(canonical_name)
         self._hyper = hyper
+        self.facts = facts or (Facts() if self._profile is None else self._profile.facts)
+        self.regime = self.facts.regime if self.settings.regime == AUTO else self.settings.regime
+        self.tokens = self.settings.tokens or self.facts.tokens or TOKENS
+        self.candidates = self.settings.chosen_candidates
+        self._roles = {name: _planned_role(self.facts.role(name, shape), shape) for name, shape in self._shapes.items()}
         self.names, self.blocks = self._partition()
         self.metrics: list[risks.BlockMetrics] = [self._measured(block) for block in self.blocks]
         self._terms = self._risks()
         self.memory = cost.memory(self.blocks, self.candidates)
-        self.time = times.ratios(self.blocks, self.candidates)
-
-    @property
-    def candidates(self) -> tuple[Configuration, ...]:
-        return cast(tuple[Configuration, ...], self.settings.candidates)
+        self.time = self._times()
 
     @property
     def reference_bytes(self) -> int:
         return sum(REFERENCE.state_bytes(shape) for shape in self._shapes.values())
 
-    def plan(self, memory: float | int | str = DEFAULT_MEMORY, time: float = DEFAULT_TIME) -> Plan:
-        """The plan of least risk within the budgets."""
-        check_time(time)
-        budget = memory_budget(memory, self.reference_bytes)
+    def plan(self, memory: float | int | str = DEFAULT_MEMORY, time: float | None = None, *, taken: int = 0) -> Plan:
+        """The plan of least risk within the budgets.
+
+        ``memory`` is a share, a size or bytes; 0.0 is the cheapest plan there is, and ``"auto"`` the smallest whose
+        risk is within the tolerance of the best. ``taken`` bytes of it are needed for something else.
+        """
+        time = self.time_budget(time)
+        budget = self.budget(memory, time) - taken
         try:
             solution = solve(self.problem(budget, time))
         except Infeasible as error:
             raise self._infeasible(error, memory, budget, time) from error
         return self._plan(solution, budget, time)
 
-    def frontier(self, memories: Sequence[float | int | str], time: float = DEFAULT_TIME) -> list[Plan]:
+    def time_budget(self, time: float | None) -> float:
+        """The one that is asked for, or the space's own."""
+        if time is None:
+            return self.settings.defaults.time
+        check_time(time)
+        return time
+
+    def budget(self, memory: float | int | str, time: float | None = None) -> int:
+        """Bytes of a memory budget as a person gives it."""
+        time = self.time_budget(time)
+        if memory == AUTO:
+            return self._smallest_good(time)
+        budget = memory_budget(memory, self.reference_bytes)
+        return self.least_bytes(time) if budget == 0 else budget
+
+    def least_bytes(self, time: float | None = None) -> int:
+        """What the cheapest plan holds."""
+        time = self.time_budget(time)
+        try:
+            return smallest_memory(self.problem(None, time))
+        except Infeasible as error:
+            raise self._infeasible(error, 0.0, 0, time) from error
+
+    def _smallest_good(self, time: float) -> int:
+        """The least memory whose plan is within the tolerance of the best: the curve falls, so halving finds it."""
+        low, high = self.least_bytes(time), int(self.memory.max(axis=1).sum())
+        aim = solve(self.problem(None, time)).objective + self.settings.tolerance + 1e-9
+        step = max(1, self.reference_bytes >> 10)  # finer than anybody would ask for
+        while high - low > step:
+            middle = (low + high) // 2
+            low, high = (low, middle) if solve(self.problem(middle, time)).objective <= aim else (middle, high)
+        return high
+
+    def frontier(self, memories: Sequence[float | int | str], time: float | None = None) -> list[Plan]:
         """The plans of many memory budgets; those that cannot be met are left out."""
+        time = self.time_budget(time)
         budgets = [memory_budget(memory, self.reference_bytes) for memory in memories]
         try:
             least = smallest_memory(self.problem(None, time))
@@ -145,7 +236,9 @@ class Planner:
         return np.where(forbidden, np.inf, total)
 
     def _partition(self) -> tuple[list[str], list[dict[str, Shape]]]:
-        granularity = self.settings.granularity
+        granularity = self.settings.chosen_granularity
+        if granularity == PER_ROLE:
+            return self._by_role()
         structure = "module" if granularity == REFINED else cast(partition.Granularity, granularity)
         units = partition.structural_units(self._shapes, structure)
         groups: Sequence[Sequence[int]] = [(i,) for i in range(len(units))]
@@ -157,19 +250,38 @@ class Planner:
         named = partition.blocks(units, groups)
         return [name for name, _ in named], [{n: self._shapes[n] for n in parameters} for _, parameters in named]
 
+    def _by_role(self) -> tuple[list[str], list[dict[str, Shape]]]:
+        """Every matrix for itself, so that any budget can be spent, and all vectors together."""
+        vectors = {name: shape for name, shape in self._shapes.items() if self._roles[name] is Role.VECTOR}
+        others = {name: shape for name, shape in self._shapes.items() if name not in vectors}
+        blocks = [*({name: shape} for name, shape in others.items()), *([vectors] if vectors else [])]
+        return unique([*others, *([_PLURAL[Role.VECTOR]] if vectors else [])]), blocks
+
+    def _times(self) -> NDArray[np.float64]:
+        if self.settings.defaults.time_is_of == "update":
+            return cost.update_ratios(self.blocks, self.candidates)
+        return cost.step_ratios(self.blocks, self.candidates, self.tokens, self.facts.device)
+
     def _measured(self, block: Mapping[str, Shape]) -> risks.BlockMetrics:
+        shares = risks.role_shares(self._elements(block), self._elements(self._shapes))
         if self._profile is not None:
-            return Metrics(self._profile, block, self._hyper)
-        has_matrix = any(len(shape) > 1 for shape in block.values())
-        return risks.Prior() if has_matrix else replace(risks.Prior(), structure_residual=None)
+            return Metrics(self._profile, block, self._hyper, roles=shares)
+        prior = risks.Prior(roles=shares)
+        return prior if any(len(shape) > 1 for shape in block.values()) else replace(prior, structure_residual=None)
+
+    def _elements(self, shapes: Mapping[str, Shape]) -> list[tuple[Role, int]]:
+        return [(self._roles[name], math.prod(shape)) for name, shape in shapes.items()]
 
     def _risks(self) -> list[list[dict[str, float]]]:
-        model = risks.find(self.settings.risk)
-        settings = self.settings.risk_settings(self._hyper)
+        model = risks.find(self.settings.chosen_risk)
+        settings = self.settings.risk_settings(self._hyper, self.regime)
         return [
-            [model(m, c, settings) if m.has_signal else _risk_without_signal(c) for c in self.candidates]
+            [model(m, c, settings) if self._can_judge(m) else _risk_without_signal(c) for c in self.candidates]
             for m in self.metrics
         ]
+
+    def _can_judge(self, metrics: risks.BlockMetrics) -> bool:
+        return metrics.has_signal or self.settings.chosen_risk == risks.MEASURED
 
     def _chosen(self, patterns: Patterns) -> NDArray[np.bool_]:
         """Which (block, configuration) pairs the patterns name."""
@@ -195,21 +307,16 @@ class Planner:
         return list(zip(self.names, self.blocks))
 
     def _plan(self, solution: Solution, budget: int, time: float) -> Plan:
-        blocks = []
-        for i, (name, parameters) in enumerate(self._named()):
-            index = int(solution.choice[i])
-            configuration = self.candidates[index]
-            blocks.append(
-                Block(
-                    name,
-                    configuration,
-                    parameters,
-                    self._lr_scale(self.metrics[i], configuration),
-                    {term: round(value, 6) for term, value in self._terms[i][index].items()},
-                    self._why(i, index),
-                )
-            )
+        chosen = solution.choice.tolist()
+        if self.settings.chosen_granularity == PER_ROLE:
+            groups = self._alike(chosen)
+        else:
+            groups = {name: [index] for index, name in enumerate(self.names)}
+        blocks = [self._block(name, members, chosen[members[0]]) for name, members in groups.items()]
         settings = {
+            "space": self.settings.space,
+            "regime": self.regime,
+            "tokens": self.tokens,
             "memory_budget": budget,
             "time_budget": time if math.isfinite(time) else None,
             "time": round(float(solution.time_used), 4),
@@ -221,30 +328,70 @@ class Planner:
             "warmup_steps": 0 if self._profile is None else self._profile.steps,
             "seed": None if self._profile is None else self._profile.seed,
         }
+        if self.settings.chosen_risk == risks.MEASURED:
+            settings |= self._expectation(blocks)
         return Plan(tuple(blocks), settings)
+
+    def _alike(self, chosen: Sequence[int]) -> dict[str, list[int]]:
+        """Blocks of one role with one choice, under a name for them all: a person reads a few lines, not hundreds."""
+        groups: dict[tuple[Role, int], list[int]] = {}
+        for index, (block, choice) in enumerate(zip(self.blocks, chosen)):
+            groups.setdefault((self._roles[next(iter(block))], choice), []).append(index)
+        choices, numbers = Counter(role for role, _ in groups), Counter[Role]()
+        named: dict[str, list[int]] = {}
+        for (role, _), members in groups.items():
+            numbers[role] += 1
+            named[f"{_PLURAL[role]}/{numbers[role]}" if choices[role] > 1 else _PLURAL[role]] = members
+        return named
+
+    def _block(self, name: str, members: Sequence[int], choice: int) -> Block:
+        configuration = self.candidates[choice]
+        risk: dict[str, float] = {}
+        for member in members:
+            for term, value in self._terms[member][choice].items():
+                risk[term] = risk.get(term, 0.0) + value
+        return Block(
+            name,
+            configuration,
+            {parameter: shape for member in members for parameter, shape in self.blocks[member].items()},
+            self._lr_scale(self.metrics[members[0]], configuration),
+            {term: round(value, 6) for term, value in risk.items()},
+            self._why(members, choice),
+        )
+
+    def _expectation(self, blocks: Sequence[Block]) -> dict[str, Any]:
+        """What the measured effects say of the plan, and how many runs they come from."""
+        table = risks.Table.load(self.settings.table)
+        used = {(self._roles[name], block.configuration) for block in blocks for name in block.parameters}
+        effects = [table.effect(self.regime, role, configuration) for role, configuration in used]
+        found = [effect for effect in effects if effect is not None]
+        return {
+            "expected_loss": round(sum(sum(block.risk.values()) for block in blocks), 4),
+            "expected_from_runs": sum(effect.runs for effect in found),
+        }
 
     def _lr_scale(self, metrics: risks.BlockMetrics, configuration: Configuration) -> float:
         """Ratio of the reference's update RMS to this configuration's on the sampled gradients."""
-        adam_like = configuration.mechanism.adaptive and configuration.mechanism.momentum
-        if adam_like or self.settings.lr_match == "none" or not isinstance(metrics, Metrics) or not metrics.has_signal:
+        mechanism = configuration.mechanism
+        as_adam = (mechanism.adaptive and mechanism.momentum) or isinstance(mechanism, Normalised)
+        if as_adam or self.settings.lr_match == "none" or not isinstance(metrics, Metrics) or not metrics.has_signal:
             return 1.0
         own = metrics.update_rms(configuration)
         return float(f"{metrics.update_rms(REFERENCE) / own:.4g}") if own > 0 else 1.0
 
-    def _why(self, block: int, chosen: int) -> str:
-        if self._profile is None:
+    def _why(self, members: Sequence[int], chosen: int) -> str:
+        if self._profile is None and self.settings.chosen_risk != risks.MEASURED:
             return "no gradients seen yet: assumed to be like most blocks"
-        if not self.metrics[block].has_signal:
+        if not self._can_judge(self.metrics[members[0]]):
             kept = self.candidates[chosen].mechanism_name == REFERENCE.mechanism_name
             what = "keeps AdamW's mechanism in its cheapest format that fits" if kept else "got what the budget left"
             return f"no gradient in the warm-up: {what}"
-        costs = self.cost[block]
+        costs, memory, time = (each[list(members)].sum(axis=0) for each in (self.cost, self.memory, self.time))
         best = int(np.argmin(costs))
         if best == chosen:
             return "least risk of all"
-        more = human_bytes(int(self.memory[block, best] - self.memory[block, chosen]))
-        slower = self.time[block, best] > self.time[block, chosen]
-        larger = self.memory[block, best] > self.memory[block, chosen]
+        more = human_bytes(int(memory[best] - memory[chosen]))
+        larger, slower = memory[best] > memory[chosen], time[best] > time[chosen]
         price = f"{more} more" if larger else "more time" if slower else "what other blocks need more"
         return f"{self.candidates[best].alias} risks {costs[chosen] - costs[best]:.3f} less but needs {price}"
 
@@ -252,23 +399,30 @@ class Planner:
         least = error.smallest_memory
         if least is None:
             fastest = float(self.time.min(axis=1, where=np.isfinite(self.cost), initial=np.inf).mean())
-            return PlanError(f"no plan is within {time} of AdamW16's update time: the fastest needs {fastest:.4g}.")
+            return PlanError(
+                f"no plan is within {time} of AdamW16's {self._time_of} time: the fastest needs {fastest:.4g}. "
+                "Give time= more, or math.inf to lift it."
+            )
         share = math.ceil(least / max(1, self.reference_bytes) * 1e4) / 1e2  # rounded up: this one must fit
         hint = ""
         if isinstance(memory, int) and memory in (1, 2):
             hint = f" An int is read as bytes: write {memory}.0 for a share."
         return PlanError(
-            f"no plan fits {human_bytes(budget)} ({memory!r}) within {time} of AdamW16's update time: the smallest "
-            f"that does needs {least} B, {share:.2f}% of AdamW16's state.{hint}"
+            f"no plan fits {human_bytes(budget)} ({memory!r}) within {time} of AdamW16's {self._time_of} time: the "
+            f"smallest that does needs {least} B, {share:.2f}% of AdamW16's state.{hint}"
         )
+
+    @property
+    def _time_of(self) -> str:
+        return self.settings.defaults.time_is_of
 
 
 def check_time(time: object) -> None:
     """Raise unless a time budget is one; infinity lifts it."""
     if not isinstance(time, (int, float)) or isinstance(time, bool) or not time > 0:
         raise PlanError(
-            f"the time budget {time!r} is not a ratio to AdamW16's update time: it must be a number above 0, like "
-            f"{DEFAULT_TIME}, or math.inf for none."
+            f"the time budget {time!r} is not a ratio to AdamW16's time: it must be a number above 0, like 1.3, or "
+            "math.inf for none."
         )
 
 
@@ -284,6 +438,17 @@ def unit_vectors(
         row = [need.adaptive, need.momentum, need.decay, structure, risks.precision_risk(metrics.precision(8))]
         rows.append(row if metrics.has_signal else [np.nan] * len(row))
     return np.array(rows)
+
+
+def _planned_role(role: Role, shape: Shape) -> Role:
+    """Small embeddings and heads have fp32 state in every configuration: they are no more than vectors."""
+    is_small = role in (Role.EMBEDDING, Role.HEAD) and math.prod(shape) < SMALL_NUMEL
+    return Role.VECTOR if is_small else role
+
+
+def _check_known(what: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise ValueError(f"unknown {what} {name!r}. Choose one of {', '.join(known)}.")
 
 
 def _risk_without_signal(configuration: Configuration) -> dict[str, float]:

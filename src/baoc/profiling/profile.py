@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baoc.core.files import replaced
+from baoc.core.roles import Role
 from baoc.core.spec import Shape
+from baoc.profiling.facts import Facts
 from baoc.profiling.sampling import Sampler
 
 FORMAT = "baoc.profile"
@@ -68,6 +70,7 @@ class Profile:
     seed: int
     ratio: float
     betas: tuple[float, float]
+    facts: Facts = field(default_factory=Facts)
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -75,10 +78,12 @@ class Profile:
 
     def with_names(self, rename: Callable[[str], str]) -> Profile:
         """The same records under other names."""
-        return replace(self, records={rename(name): record for name, record in self.records.items()})
+        facts = replace(self.facts, roles={rename(name): role for name, role in self.facts.roles.items()})
+        return replace(self, records={rename(name): record for name, record in self.records.items()}, facts=facts)
 
     @classmethod
-    def from_sampler(cls, sampler: Sampler, params: Mapping[str, Tensor]) -> Profile:
+    def from_sampler(cls, sampler: Sampler, params: Mapping[str, Tensor], facts: Facts | None = None) -> Profile:
+        """What a sampler has seen. Without ``facts``, roles are read off the names."""
         if not sampler.steps:
             raise ProfileError(
                 f"no gradients were observed ({sampler.skipped} steps had non-finite ones). Call step() with gradients "
@@ -99,7 +104,8 @@ class Profile:
                 dots=_array(stream.dots),
                 squares=_array(stream.squares),
             )
-        return cls(records, sampler.steps, sampler.skipped, sampler.seed, sampler.ratio, sampler.betas)
+        facts = facts or Facts()
+        return cls(records, sampler.steps, sampler.skipped, sampler.seed, sampler.ratio, sampler.betas, facts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a profile's file. One that is there already stays until this one is complete."""
@@ -109,7 +115,8 @@ class Profile:
             records.append({k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in fields.items()})
         settings = {name: getattr(self, name) for name in ("steps", "skipped", "seed", "ratio", "betas")}
         with replaced(path) as file:
-            torch.save({"format": FORMAT, "version": VERSION, "records": records, **settings}, file)
+            facts = asdict(self.facts) | {"roles": {name: role.value for name, role in self.facts.roles.items()}}
+            torch.save({"format": FORMAT, "version": VERSION, "records": records, "facts": facts, **settings}, file)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -137,7 +144,9 @@ class Profile:
             fields |= {"shape": tuple(fields["shape"]), "grid": tuple(fields["grid"])}
             records[fields["name"]] = TensorRecord(**fields)
         settings = {name: content[name] for name in ("steps", "skipped", "seed", "ratio")}
-        return cls(records, betas=tuple(content["betas"]), **settings)
+        facts = dict(content.get("facts", {}))  # older files have none
+        facts["roles"] = {name: Role(role) for name, role in facts.get("roles", {}).items()}
+        return cls(records, betas=tuple(content["betas"]), facts=Facts(**facts), **settings)
 
 
 def _array(tensor: Tensor) -> Array:

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from baoc.core.roles import canonical_name
 from baoc.core.spec import DEFAULT_BETAS
 from baoc.profiling.coordinates import RATIO
+from baoc.profiling.facts import Facts, TokenCounter
 from baoc.profiling.profile import Profile, ProfileError
 from baoc.profiling.sampling import Sampler
 
@@ -51,6 +52,8 @@ class Profiler:
         self._params = {canonical_name(name): param for name, param in named.items() if param.requires_grad}
         if not self._params:
             raise ProfileError("there is nothing to profile: no parameter is trainable (requires_grad=True).")
+        self._facts = Facts.of(params if isinstance(params, nn.Module) else self._params)
+        self._tokens = TokenCounter(params) if isinstance(params, nn.Module) else None
         self._sampler = Sampler(self._params, ratio=ratio, seed=seed, betas=betas)
         self._handle: RemovableHandle | None = None
 
@@ -75,13 +78,15 @@ class Profiler:
     def observe(self) -> bool:
         """Take in the gradients as they are now; False if they are not finite and were skipped."""
         finite = self._sampler.observe(self._params)
+        if self._tokens is not None:  # one step tells
+            self._facts, self._tokens = self._facts.with_tokens(self._tokens.stop()), None
         if not finite:
             logger.warning("skipped a step with non-finite gradients (%d so far)", self._sampler.skipped)
         return finite
 
     def profile(self) -> Profile:
         """What was learned so far."""
-        return Profile.from_sampler(self._sampler, self._params)
+        return Profile.from_sampler(self._sampler, self._params, self._facts)
 
     def _observe_for_hook(self) -> None:
         self.observe()  # a hook's result would replace the arguments of step()

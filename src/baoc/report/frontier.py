@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from baoc.core.plan import PlanError
 from baoc.core.text import human_bytes, table
 from baoc.planning.planner import Planner
 from baoc.report.explain import total_risk
-from baoc.solve import Infeasible, smallest_memory
 
 MOST_MEMORY = 2  # of AdamW16: what AdamW32 takes
-_BAR = 30
+_SMALLEST_SHARE = 1000
+_BAR = 20
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,14 @@ class Frontier:
         return knee([point.state_bytes for point in self.points], [point.risk for point in self.points])
 
 
-def frontier(planner: Planner, points: int, time: float) -> Frontier:
-    """Plans for evenly spaced budgets, from the smallest that can be met to twice AdamW16's state."""
-    try:
-        least = smallest_memory(replace(planner.problem(0, time), memory_budget=None))
-    except Infeasible as error:
-        fastest = "" if error.smallest_time is None else f" The fastest needs {error.smallest_time:.3g}."
-        raise PlanError(
-            f"no plan is within {time:g} of AdamW16's update time, whatever its memory.{fastest}"
-        ) from error
+def frontier(planner: Planner, points: int, time: float | None = None) -> Frontier:
+    """Plans from the smallest budget that can be met to twice AdamW16's state, each larger by the same factor."""
+    time = planner.time_budget(time)
+    least = planner.least_bytes(time)
     most = max(least, MOST_MEMORY * planner.reference_bytes)
-    budgets = sorted({least + round(i * (most - least) / (points - 1)) for i in range(points)})
+    first = min(most, max(least, most // _SMALLEST_SHARE))  # the cheapest plan may hold nothing
+    growth = (most / max(1, first)) ** (1 / max(1, points - 2))
+    budgets = sorted({least, most, *(min(most, round(first * growth**i)) for i in range(points - 1))})
     found = [
         Point(
             memory_budget=plan.settings["memory_budget"],
@@ -81,8 +77,9 @@ def knee(memory: Sequence[float], risk: Sequence[float]) -> int | None:
 
 
 def frontier_table(result: Frontier) -> str:
-    """One row per budget, with a bar for its risk."""
-    highest = max((point.risk for point in result.points), default=0.0)
+    """One row per budget, with a bar for how much its risk is above the least."""
+    risks = [point.risk for point in result.points]
+    lowest, span = min(risks, default=0.0), max(risks, default=0.0) - min(risks, default=0.0)
     header = ["budget", "state", "of AdamW16", "time", "risk", "", "knee"]
     rows = [
         [
@@ -91,7 +88,7 @@ def frontier_table(result: Frontier) -> str:
             f"{point.share:.1%}",
             f"{point.time:.2f}",
             f"{point.risk:.3f}",
-            "#" * round(_BAR * max(0.0, point.risk) / highest) if highest > 0 else "",
+            "#" * round(_BAR * (point.risk - lowest) / span) if span > 0 else "",
             "<- knee" if index == result.knee else "",
         ]
         for index, point in enumerate(result.points)

@@ -50,10 +50,11 @@ def _figure(result: Frontier, title: str) -> Any:
     below.axhline(result.time_budget, linestyle="--", linewidth=1, color="gray", label="budget")
     below.legend(loc="best", fontsize="small")
     above.set_ylabel("risk")
-    below.set_ylabel("update time\n(AdamW16 = 1)")
+    below.set_ylabel("time\n(AdamW16 = 1)")
     below.set_xlabel("optimizer state (% of AdamW16's)")
+    below.set_xscale("symlog", linthresh=1.0)
+    below.set_ylim(bottom=0)
     for axes in (above, below):
-        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     if title:
         above.set_title(title)

@@ -84,6 +84,10 @@ class Mechanism(ABC):
         """``MATRIX``: elements that :meth:`finish` needs for one matrix, itself included."""
         return 2 * rows * cols
 
+    def operations(self, rows: int, cols: int) -> int:
+        """``MATRIX``: of the products of matrices in :meth:`finish`, for one matrix, with default settings."""
+        return 0
+
     def adapt(self, finished: Tensor, slots: Mapping[str, Tensor], scalars: Scalars) -> Tensor:
         """``MATRIX``, with slots of the finished direction, which have taken it in: what they make of it."""
         return finished

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from baoc.core.mechanisms.newton_schulz import POLAR_EXPRESS, orthogonalised, workspace
+from baoc.core.mechanisms.newton_schulz import POLAR_EXPRESS, operations, orthogonalised, workspace
 from baoc.core.mechanisms.normalised import MOMENTUM, Normalised
 from baoc.core.roles import Role
 from baoc.core.spec import FP32_TINY, Hyper, Reach, Scalars, Setting, Shape, Slot
@@ -48,6 +48,9 @@ class Spectral(Normalised):
 
     def workspace(self, rows: int, cols: int) -> int:
         return workspace(rows, cols)
+
+    def operations(self, rows: int, cols: int) -> int:
+        return operations(rows, cols, len(POLAR_EXPRESS))
 
 
 class Muon(Spectral):

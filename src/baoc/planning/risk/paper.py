@@ -1,17 +1,14 @@
-"""How risky a cheaper configuration is for a block: Appendix A's normalizations and Eq. 9, as one of several models.
-
-A risk model turns a block's metrics and a configuration into named terms, whose weighted sum the planner minimises. The
-literal one is ``"paper"``. ``register`` adds others.
-"""
+"""Appendix A's normalizations and the linear risk of Eq. 9: to the letter, and repaired."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from baoc.core.configuration import Configuration
+from baoc.core.roles import Role
 from baoc.planning.metrics import EPSILON
 
 TERMS = ("adaptive", "momentum", "decay", "structure", "precision", "aggressive")
@@ -21,6 +18,9 @@ PAPER_BITS = (32, 16, 8)
 
 class BlockMetrics(Protocol):
     """What a risk model may know of a block."""
+
+    @property
+    def roles(self) -> Mapping[Role, float]: ...  # how much of each role's elements in the model are this block's
 
     @property
     def has_signal(self) -> bool: ...
@@ -80,6 +80,8 @@ class Settings:
     weights: Mapping[str, float] = field(default_factory=dict)  # by term; 1 where not given
     gamma: float = GAMMA  # Eq. 2's weight of Agg
     weight_decay: float = 0.01
+    regime: str = "scratch"
+    table: str | None = None  # of measured effects, a file; the one that ships if there is none
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.weights if name not in TERMS]
@@ -170,36 +172,6 @@ def _ramp(value: float, anchors: tuple[float, float]) -> float:
     return min(max((value - low) / (high - low), 0.0), 1.0)
 
 
-RISKS: dict[str, RiskModel] = {"paper": paper, "update": update}
-DEFAULT_RISK = "update"
-
-
-def register(name: str) -> Callable[[RiskModel], RiskModel]:
-    """Give a risk model a name that ``risk=`` accepts.
-
-    >>> @register("only-bits")
-    ... def only_bits(metrics, configuration, settings):
-    ...     return {"precision": 32 / configuration.switches.bits}
-    >>> "only-bits" in RISKS
-    True
-    >>> del RISKS["only-bits"]
-    """
-
-    def add(model: RiskModel) -> RiskModel:
-        RISKS[name] = model
-        return model
-
-    return add
-
-
-def find(risk: str | RiskModel) -> RiskModel:
-    if not isinstance(risk, str):
-        return risk
-    if risk not in RISKS:
-        raise ValueError(f"unknown risk model {risk!r}. Known: {', '.join(RISKS)}; register() adds your own.")
-    return RISKS[risk]
-
-
 @dataclass(frozen=True)
 class Prior:
     """What is assumed of a block before any gradient was seen: the typical transformer block.
@@ -208,6 +180,7 @@ class Prior:
     at lr 1e-3, one seed. The plan for the warm-up, and a dry run's, stand on it.
     """
 
+    roles: Mapping[Role, float] = field(default_factory=dict)
     has_signal: bool = True
     anisotropy: float = 4.2
     direction_stability: float = 0.35

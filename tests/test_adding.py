@@ -174,15 +174,17 @@ def test_it_is_planned_and_the_plan_trains():
     """With and without gradients, as a candidate among the others."""
     model = Net()
     candidates = ("adamw-8", "polar[m=nibble]", "adamw[m=nibble,v=int8]", "sgd")
-    optimizer = BAOC(model, lr=1e-2, memory=0.3, time=100.0, warmup=4, candidates=candidates)
+    as_gradients_say = {"space": "paper", "risk": "update", "candidates": candidates}
+    optimizer = BAOC(model, lr=1e-2, memory=0.3, time=100.0, warmup=4, **as_gradients_say)
     losses = trained(model, optimizer, range(30))
     assert losses[-1] < 0.8 * losses[0]
     assert optimizer.plan.state_bytes <= 0.3 * optimizer.plan.reference_bytes
     assert any("nibble" in str(block.configuration) for block in optimizer.plan.blocks)
     text = optimizer.plan.to_json()
     assert Plan.from_json(text) == optimizer.plan
-    again = baoc.make_plan(optimizer.profile, memory=0.3, time=100.0, candidates=candidates, risk="paper")
-    assert again.state_bytes <= 0.3 * again.reference_bytes
+    for others in ({"space": "paper"}, {"space": "measured"}):
+        again = baoc.make_plan(optimizer.profile, memory=0.3, time=100.0, candidates=candidates, **others)
+        assert again.state_bytes <= 0.3 * again.reference_bytes
 
 
 @by_toy

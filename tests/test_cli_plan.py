@@ -61,6 +61,10 @@ def make_registered():
 """
 
 
+PAPERS = ("--space", "paper", "--time", "50")
+"""Plans with a block for every part of the small workload, whose risks gradients decide."""
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8))
 
@@ -79,10 +83,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"{folder / 'w.py'}:make",
         ("-o", f"{folder / 'a.json'}", "--profile-out", f"{folder / 'w.profile'}"),
     )
-    assert main(["plan", source, "--memory", "40%", "--time", "50", "--steps", "12", *files]) == 0
-    assert (
-        main(["plan", f"{folder / 'w.profile'}", "--memory", "1.2", "--time", "50", "-o", f"{folder / 'b.json'}"]) == 0
-    )
+    assert main(["plan", source, "--memory", "40%", "--steps", "12", *PAPERS, *files]) == 0
+    assert main(["plan", f"{folder / 'w.profile'}", "--memory", "1.2", *PAPERS, "-o", f"{folder / 'b.json'}"]) == 0
     return folder
 
 
@@ -231,7 +233,7 @@ def test_plan_from_a_profile_as_json_is_a_plan(run: Any):
 
 
 def test_forbid_by_pattern(run: Any):
-    options = ("--memory", "2.0", "--time", "50", "--granularity", "tensor", "--json")
+    options = ("--space", "paper", "--memory", "2.0", "--time", "50", "--granularity", "tensor", "--json")
     plan = Plan.from_json(run("plan", "w.profile", *options, "--forbid", "0.*=adamw[m=fp32,v=fp32]")[1])
     free = Plan.from_json(run("plan", "w.profile", *options)[1])
     spelled = {name: str(p.block_of("0.weight").configuration) for name, p in (("free", free), ("forbidden", plan))}
@@ -240,10 +242,21 @@ def test_forbid_by_pattern(run: Any):
 
 
 def test_dry_run_sees_no_gradients(run: Any):
-    code, out, err = run("plan", "w.py:make", "--dry-run", "--memory", "0.5", "--time", "50")
+    papers = ("--space", "paper", "--time", "50", "--dry-run", "--wide")
+    code, out, err = run("plan", "w.py:make", "--memory", "0.5", *papers)
     assert code == 0 and "no gradients seen yet" in out and "warm-up" not in err
-    code, out, _ = run("plan", "vit", "--dry-run", "--memory", "30%", "--granularity", "coarse", "--time", "50")
+    code, out, _ = run("plan", "vit", "--memory", "30%", "--granularity", "coarse", *papers)
     assert code == 0 and "no gradients seen yet" in out
+
+
+def test_a_plan_of_measured_effects_needs_no_gradients(run: Any):
+    code, out, _ = run("plan", "vit", "--dry-run", "--memory", "auto", "--tolerance", "1")
+    assert code == 0 and "loss against AdamW32, from scratch" in out
+    assert max(map(len, out.splitlines())) <= 80
+    tuned = run("plan", "vit", "--dry-run", "--memory", "10%", "--regime", "finetune", "--wide")[1]
+    assert "in fine-tuning" in tuned and "why" in tuned
+    short = json.loads(run("plan", "vit", "--dry-run", "--tokens", "64", "--json")[1])
+    assert short["settings"]["tokens"] == 64 and short["settings"]["time"] <= 2.0
 
 
 def test_plan_refuses_in_one_line(run: Any):
@@ -267,7 +280,9 @@ def test_plan_refuses_in_one_line(run: Any):
     refused(run("plan", "w.profile", "--gamma", "x"), "not a number")
     refused(run("plan", "w.profile", "--time", "0"), "not a number above 0")
     refused(run("plan", "w.profile", "--steps", "0"), "at least 1")
-    refused(run("plan", "w.profile", "--device", "nowhere"), "not a device")
+    refused(run("plan", "w.profile", "--tokens", "0"), "at least 1")
+    refused(run("plan", "w.profile", "--table", "none.json"), "cannot read the table of risks 'none.json'")
+    refused(run("plan", "w.profile", "--table", "a.json"), "not a table of risks")
     refused(run("plan", "w.profile", "--forbid", "=sgd"), "PATTERN=CONFIGURATION")
     refused(run("plan", "w.profile", "--forbid", "nope"), "names no candidate")
     refused(run("plan", "w.profile", "--forbid", "nope.*=sgd*"), "names no block")
@@ -354,9 +369,9 @@ def test_explain_refuses_in_one_line(saved: Path, run: Any):
 
 
 def test_frontier(saved: Path, run: Any):
-    code, out, _ = run("frontier", "w.profile", "--points", "8", "--time", "50")
-    assert code == 0 and "evenly spaced" in out and "<- knee" in out and "####" in out
-    content = json.loads(run("frontier", "w.profile", "--points", "8", "--time", "50", "--json")[1])
+    code, out, _ = run("frontier", "w.profile", "--points", "8", *PAPERS)
+    assert code == 0 and "8 budgets from" in out and "<- knee" in out and "####" in out
+    content = json.loads(run("frontier", "w.profile", "--points", "8", *PAPERS, "--json")[1])
     points = content["points"]
     assert len(points) == 8 and points[-1]["memory_budget"] == 2 * content["reference_bytes"]
     risks = [point["risk"] for point in points]
@@ -366,7 +381,7 @@ def test_frontier(saved: Path, run: Any):
 
 
 def test_the_frontier_starts_at_the_smallest_budget_that_can_be_met(run: Any):
-    content = json.loads(run("frontier", "w.profile", "--points", "3", "--time", "50", "--forbid", "sgd*", "--json")[1])
+    content = json.loads(run("frontier", "w.profile", "--points", "3", *PAPERS, "--forbid", "sgd*", "--json")[1])
     first = content["points"][0]
     assert first["memory_budget"] == first["state_bytes"] > 0
 

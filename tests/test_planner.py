@@ -342,8 +342,8 @@ def test_preference_by_pattern_is_lambda_off_the_risk(modules: Planner) -> None:
 
 @pytest.mark.parametrize("rule", ["forbid", "prefer"])
 def test_patterns_that_match_nothing_are_errors(rule: str) -> None:
-    with pytest.raises(PlanError, match=r"'lion\*' names no candidate"):
-        planner(**{rule: "lion*"}).plan(0.5)
+    with pytest.raises(PlanError, match=r"'lamb\*' names no candidate"):
+        planner(**{rule: "lamb*"}).plan(0.5)
     with pytest.raises(PlanError, match=r"'\*embedding\*' names no block and no parameter.*Blocks: embed"):
         planner(**{rule: {"*embedding*": "sgd*"}}).plan(0.5)
 

@@ -84,7 +84,7 @@ def test_what_is_not_an_argument_is_said_in_one_line(arguments, message):
         ({"fused": True}, "BAOC has no argument 'fused'"),
         ({"memory": 1e308}, "1e.308 is more bytes than can be counted"),
         ({"memory": f"1{'0' * 400}GiB"}, "more bytes than can be counted"),
-        ({"time": None}, "the time budget None is not a ratio"),
+        ({"time": "fast"}, "the time budget 'fast' is not a ratio"),
         ({"time": -1.0}, "the time budget -1.0"),
         ({"candidates": ()}, "no candidates"),
         ({"candidates": (5,)}, "5 is not a configuration"),

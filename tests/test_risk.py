@@ -314,6 +314,6 @@ def test_a_registered_model_is_found_by_name(registered: str) -> None:
 def test_a_function_is_a_model_and_names_are_known() -> None:
     assert risks.find(risks.paper) is risks.paper
     assert risks.find("paper") is risks.paper
-    assert risks.find(risks.DEFAULT_RISK) is risks.update
-    with pytest.raises(ValueError, match=r"unknown risk model 'papper'.*paper, update.*register"):
+    assert risks.find(risks.MEASURED) is risks.measured
+    with pytest.raises(ValueError, match=r"unknown risk model 'papper'.*measured, paper, update.*register"):
         risks.find("papper")

@@ -81,7 +81,7 @@ def step_ratios(
 
     >>> from baoc.core.configuration import parse
     >>> step_ratios([{"weight": (768, 768)}], [parse("adamw-16"), parse("muon-8")], tokens=4096).round(2).tolist()
-    [[1.0, 1.78]]
+    [[1.0, 1.93]]
     """
     intensity = OPERATIONS_PER_BYTE.get(device, OPERATIONS_PER_BYTE["cuda"])
     chosen = (*configurations, REFERENCE)

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from baoc.core.configuration import REFERENCE, Configuration, parse
+from baoc.core.configuration import BEYOND, CATALOG, REFERENCE, Configuration, parse
 from baoc.core.mechanisms import MECHANISMS
 from baoc.core.mechanisms.normalised import Normalised
 from baoc.core.plan import Block, Plan, PlanError, memory_budget
@@ -229,11 +229,25 @@ class Planner:
         """Phi of Eq. 2 with preferences (Sec. 3.2), infinite where a configuration is forbidden."""
         total = np.array([[sum(terms.values()) for terms in row] for row in self._terms])
         total -= self.settings.preference * self._chosen(self.settings.prefer)
-        forbidden = self._chosen(self.settings.forbid)
+        # a configuration that is no candidate anyway may be forbidden
+        forbidden = self._chosen(self.settings.forbid, known=(*CATALOG, *BEYOND)) | self._unsuited()
         if forbidden.all(axis=1).any():
             block = self.names[int(np.argmax(forbidden.all(axis=1)))]
             raise PlanError(f"every configuration is forbidden for block {block!r}. Allow it at least one.")
         return np.where(forbidden, np.inf, total)
+
+    def _unsuited(self) -> NDArray[np.bool_]:
+        """Which pairs would not be what they say: a mechanism that falls back to another for all of a block."""
+        found = [
+            [
+                not any(c.mechanism.suits(shape, self._roles[name]) for name, shape in block.items())
+                for c in self.candidates
+            ]
+            for block in self.blocks
+        ]
+        unsuited = np.array(found, dtype=bool).reshape(len(self.blocks), len(self.candidates))
+        unsuited[unsuited.all(axis=1)] = False  # then the fallback is all there is
+        return unsuited
 
     def _partition(self) -> tuple[list[str], list[dict[str, Shape]]]:
         granularity = self.settings.chosen_granularity
@@ -283,15 +297,15 @@ class Planner:
     def _can_judge(self, metrics: risks.BlockMetrics) -> bool:
         return metrics.has_signal or self.settings.chosen_risk == risks.MEASURED
 
-    def _chosen(self, patterns: Patterns) -> NDArray[np.bool_]:
-        """Which (block, configuration) pairs the patterns name."""
+    def _chosen(self, patterns: Patterns, known: Sequence[Configuration] = ()) -> NDArray[np.bool_]:
+        """Which (block, configuration) pairs the patterns name. Each must name a candidate, or one that is known."""
         rules = patterns if isinstance(patterns, Mapping) else {"*": patterns}
         chosen = np.zeros((len(self.blocks), len(self.candidates)), dtype=bool)
         for where, what in rules.items():
             wanted = [what] if isinstance(what, str) else list(what)
             for pattern in wanted:
                 columns = [_names_configuration(pattern, c) for c in self.candidates]
-                if not any(columns):
+                if not any(columns) and not any(_names_configuration(pattern, c) for c in known):
                     raise PlanError(
                         f"{pattern!r} names no candidate configuration. Write one, or a pattern like 'sgd*'."
                     )

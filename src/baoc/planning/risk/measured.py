@@ -30,6 +30,8 @@ FORMAT = "baoc.risk-table"
 VERSION = 1
 REGIMES = ("scratch", "finetune")
 TERM = "loss"
+UNKNOWN = 50.0
+"""Percent: what nobody measured is a last resort."""
 
 VECTORS = "adamw-32"
 """What vectors always have: they cost next to nothing, and were not ablated."""
@@ -163,12 +165,12 @@ def _loaded(path: str) -> Table:
 
 
 def measured(metrics: BlockMetrics, configuration: Configuration, settings: Settings) -> dict[str, float]:
-    """The block's share of what its role's move to the configuration did; infinite where that is not known."""
+    """The block's share of what its role's move to the configuration did."""
     table = Table.load(settings.table)
     total = 0.0
     for role, share in metrics.roles.items():
         effect = table.effect(settings.regime, role, configuration)
-        total += math.inf if effect is None else share * effect.loss
+        total += share * (UNKNOWN if effect is None else effect.loss)
     return {TERM: total}
 
 

@@ -13,9 +13,7 @@ from torch.optim import Optimizer
 
 from baoc import BlockOptimizer
 from baoc.core.spec import Hyper
-from baoc.optim.timing import StepRunner
-from baoc.planning.cost import TimeModel
-from baoc.planning.planner import Planner
+from baoc.planning.planner import Planner, Settings
 from benchmarks.workloads import GPT2, SMALL
 
 Params = Mapping[str, Parameter]
@@ -102,9 +100,10 @@ def _uniform(configuration: str, params: Params) -> Optimizer:
 
 
 def _planned(budget: float, params: Params) -> Optimizer:
-    """The plan that `baoc plan --dry-run` makes: no gradient is needed for it."""
+    """The plan that `baoc plan --dry-run` makes without Newton-Schulz iterations, which would hide all else."""
     shapes = {name: tuple(param.shape) for name, param in params.items()}
-    plan = Planner(shapes, None, Hyper(LR), TimeModel(StepRunner())).plan(budget)
+    settings = Settings(forbid=("muon*", "normuon*", "spectral"))
+    plan = Planner(shapes, None, Hyper(LR), settings).plan(budget)
     return BlockOptimizer(params.items(), LR, plan=plan)
 
 

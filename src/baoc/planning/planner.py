@@ -278,10 +278,15 @@ class Planner:
 
     def _measured(self, block: Mapping[str, Shape]) -> risks.BlockMetrics:
         shares = risks.role_shares(self._elements(block), self._elements(self._shapes))
-        if self._profile is not None:
+        if self._profile is not None and self._needs_metrics:
             return Metrics(self._profile, block, self._hyper, roles=shares)
         prior = risks.Prior(roles=shares)
         return prior if any(len(shape) > 1 for shape in block.values()) else replace(prior, structure_residual=None)
+
+    @property
+    def _needs_metrics(self) -> bool:
+        """Whether gradients say anything about risks or learning rates."""
+        return self.settings.chosen_risk != risks.MEASURED or not all(map(_is_as_long_as_adamw, self.candidates))
 
     def _elements(self, shapes: Mapping[str, Shape]) -> list[tuple[Role, int]]:
         return [(self._roles[name], math.prod(shape)) for name, shape in shapes.items()]
@@ -386,9 +391,12 @@ class Planner:
 
     def _lr_scale(self, metrics: risks.BlockMetrics, configuration: Configuration) -> float:
         """Ratio of the reference's update RMS to this configuration's on the sampled gradients."""
-        mechanism = configuration.mechanism
-        as_adam = (mechanism.adaptive and mechanism.momentum) or isinstance(mechanism, Normalised)
-        if as_adam or self.settings.lr_match == "none" or not isinstance(metrics, Metrics) or not metrics.has_signal:
+        if (
+            _is_as_long_as_adamw(configuration)
+            or self.settings.lr_match == "none"
+            or not isinstance(metrics, Metrics)
+            or not metrics.has_signal
+        ):
             return 1.0
         own = metrics.update_rms(configuration)
         return float(f"{metrics.update_rms(REFERENCE) / own:.4g}") if own > 0 else 1.0
@@ -452,6 +460,12 @@ def unit_vectors(
         row = [need.adaptive, need.momentum, need.decay, structure, risks.precision_risk(metrics.precision(8))]
         rows.append(row if metrics.has_signal else [np.nan] * len(row))
     return np.array(rows)
+
+
+def _is_as_long_as_adamw(configuration: Configuration) -> bool:
+    """Whether updates at AdamW's learning rate have AdamW's length by construction."""
+    mechanism = configuration.mechanism
+    return (mechanism.adaptive and mechanism.momentum) or isinstance(mechanism, Normalised)
 
 
 def _planned_role(role: Role, shape: Shape) -> Role:

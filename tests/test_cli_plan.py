@@ -441,3 +441,23 @@ def test_diff_of_different_parameters(saved: Path, run: Any):
     assert "(64, 64) -> (64, 32)" in out
     assert "1 in shape, 1 only in the first plan, 1 only in the second plan" in out
     refused(run("diff", "one.json", "w.profile"), "w.profile")
+
+
+# ---- baoc calibrate ----
+
+
+def test_calibrate_and_plan_by_it(saved: Path, run: Any):
+    tried = ("--configuration", "muon-8", "--configuration", "adamw-8")
+    code, out, err = run("calibrate", "w.py:make", "--steps", "4", "--repeats", "1", *tried, "-o", "mine.json")
+    assert code == 0 and "muon-8" in out and "saved the table" in out
+    assert "run 1/" in err and "building" in err and "building" not in out
+    plan = Plan.from_json(run("plan", "w.profile", "--table", "mine.json", "--memory", "200%", "--json")[1])
+    assert plan.settings["expected_from_runs"] >= 1
+
+
+def test_calibrate_refuses_in_one_line(run: Any):
+    refused(run("calibrate", "w.py:make", "-o", "no/such.json"), "no folder 'no'")
+    refused(run("calibrate", "w.py:make", "--configuration", "muonn", "-o", "t.json"), "Did you mean 'muon'")
+    refused(run("calibrate", "w.py:make_empty", "-o", "t.json"), "no batches")
+    refused(run("calibrate", "w.py:make_broken", "--steps", "4", "-o", "t.json"), "the loss", "line")
+    refused(run("calibrate", "w.py:make", "--steps", "2", "-o", "t.json"), "at least 4")

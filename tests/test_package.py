@@ -23,9 +23,10 @@ ROOMS: dict[str, set[str]] = {
     "profiling": {"core"},
     "planning": {"core", "solve", "profiling"},
     "plan": ENGINE,
+    "calibrate": ENGINE,
     "configurator": ENGINE,
     "report": ENGINE,
-    "cli": {*ENGINE, "_version", "models", "plan", "report"},
+    "cli": {*ENGINE, "_version", "calibrate", "models", "plan", "report"},
     "__main__": {"cli"},
 }
 # Within core and optim too, imports only go down.

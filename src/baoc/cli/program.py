@@ -14,6 +14,7 @@ from baoc.core.configuration import ConfigurationError
 from baoc.core.plan import PlanError
 from baoc.models.packages import ModelError
 from baoc.planning.estimate import EstimateError
+from baoc.planning.risk import TableError
 from baoc.profiling.profile import ProfileError
 from baoc.report import ReportError
 
@@ -27,6 +28,7 @@ USER_ERRORS: tuple[type[Exception], ...] = (
     PlanError,
     ProfileError,
     ReportError,
+    TableError,
     UsageError,
     FileNotFoundError,
     IsADirectoryError,

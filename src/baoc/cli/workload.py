@@ -25,14 +25,14 @@ class Workload:
     loss: LossFunction
     path: Path
 
+    def guarded_loss(self, model: Any, batch: Any) -> Tensor:
+        """The loss; what fails in it is reported with its line."""
+        with importable(self.path.parent), explained(f"the loss of {self.path} failed", self.path):
+            return self.loss(model, batch)
+
     def profile(self, **options: Any) -> Profile:
-        """:func:`baoc.profile`; what fails in the loss is reported with its line."""
-
-        def loss(model: Any, batch: Any) -> Tensor:
-            with importable(self.path.parent), explained(f"the loss of {self.path} failed", self.path):
-                return self.loss(model, batch)
-
-        return profile(self.model, loss, self.batches, **options)
+        """:func:`baoc.profile`."""
+        return profile(self.model, self.guarded_loss, self.batches, **options)
 
 
 def is_workload(source: str) -> bool:

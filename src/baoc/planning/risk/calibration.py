@@ -80,14 +80,16 @@ def completed(measured: Mapping[Configuration, Effect]) -> dict[Configuration, E
     {'adamw-32': 0.0, 'adamw-16': 0.0, 'muon-32': -9.1, 'muon-16': -9.1, 'muon-8': -9.1, 'spectral': -9.09}
     """
     known = {parse(REFERENCE): Effect(0.0), **measured}
-    for spelling, source in DERIVED.items():
-        if parse(source) in known:
-            known.setdefault(parse(spelling), Effect(known[parse(source)].loss))
+    sources = {parse(spelling): parse(source) for spelling, source in DERIVED.items()}
+    derived = {each: source for each, source in sources.items() if source in known and each not in known}
+    known |= {each: Effect(known[source].loss) for each, source in derived.items()}
     order: dict[Configuration, None] = {}
     for ladder in LADDERS:
         rungs = [parse(spelling) for spelling in ladder if parse(spelling) in known]
         known |= zip(rungs, _in_order([known[rung] for rung in rungs], is_fixed=ladder[0] == REFERENCE))
         order |= dict.fromkeys(rungs)
+    for each, source in derived.items():  # what it stands on, which must not count twice above
+        known[each] = replace(known[source], loss=known[each].loss)
     return {configuration: known[configuration] for configuration in {**order, **known}}
 
 

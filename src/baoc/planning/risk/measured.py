@@ -51,7 +51,7 @@ class Effect:
 
     loss: float
     error: float = 0.0  # standard error over workloads and seeds
-    runs: int = 0  # behind it; 0 if it follows from others
+    runs: int = 0  # behind it
     workloads: int = 0
 
 

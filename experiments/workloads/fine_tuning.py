@@ -105,8 +105,8 @@ class SomeClasses(vit.ViTWorkload):
         return of_classes(super().images, range(images.CLASSES // 2))
 
 
-GPT_SIZES = {"gpt-small": replace(gpt.SIZES["gpt-small"], steps=150)}
-VIT_SIZES = {"vit-small": replace(vit.SIZES["vit-small"], steps=300)}
+GPT_SIZES = {"gpt-small": replace(gpt.SIZES["gpt-small"], steps=150, lr=6e-3)}
+VIT_SIZES = {"vit-small": replace(vit.SIZES["vit-small"], steps=300, lr=1.2e-3)}
 
 
 def of_classes(splits: images.Splits, classes: range) -> images.Splits:

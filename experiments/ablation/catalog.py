@@ -18,13 +18,15 @@ _EDGES = (
 )
 CONFIGURATIONS = {
     "hidden": (
-        *("muon-8", "spectral", "adamw[m=int8,v=factored]", "muon-4", "normuon-8", "adamw-8"),
+        *("muon-8", "spectral", "adamw[m=int8,v=factored]", "muon-4", "adamw-8", "normuon-8"),
         *("adamw[m=int4,v=factored]", "normuon-4", "sinkhorn", "colnorm", "adafactor-32", "lion-8"),
     ),
     "embedding": _EDGES,
     "head": _EDGES,
 }
 """By role, the most telling first."""
+FIRST = {"hidden": 5, "embedding": 3, "head": 3}
+"""How many of them all workloads get before any gets the others."""
 OF_BLOCKS = ("spectral", "colnorm")
 """What single blocks are swapped to: what does most good to hidden matrices for no state, and what does most harm."""
 
@@ -84,9 +86,10 @@ SETTINGS = (
 
 def role_jobs(settings: Sequence[Setting], seed: int, options: RunOptions) -> Iterator[Job]:
     """AdamW32 and every swap of a whole role."""
-    for setting in settings:
-        swaps = [f"{role}={name}" for role in setting.roles for name in CONFIGURATIONS[role]]
-        yield from (_job(setting, method, seed, options) for method in (REFERENCE, *swaps))
+    for is_first in (True, False):
+        for setting in settings:
+            swaps = [f"{role}={name}" for role in setting.roles for name in _part(role, is_first)]
+            yield from (_job(setting, method, seed, options) for method in (REFERENCE, *swaps))
 
 
 def block_jobs(settings: Sequence[Setting], seed: int, options: RunOptions) -> Iterator[Job]:
@@ -105,6 +108,10 @@ def jobs(settings: Sequence[Setting], seeds: int, options: RunOptions) -> Iterat
         yield from block_jobs(settings, seed, options)
     for seed in range(early, seeds):
         yield from role_jobs(settings, seed, options)
+
+
+def _part(role: str, is_first: bool) -> tuple[str, ...]:
+    return CONFIGURATIONS[role][: FIRST[role]] if is_first else CONFIGURATIONS[role][FIRST[role] :]
 
 
 def _job(setting: Setting, method: str, seed: int, options: RunOptions) -> Job:

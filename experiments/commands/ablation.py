@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,19 +26,38 @@ examples:
 
 def register(commands: common.Commands) -> None:
     parser = common.add_parser(commands, "ablation", SUMMARY, DESCRIPTION, EXAMPLES)
+    add_arguments(parser, "ablation", [setting.workload for setting in ablation.SETTINGS])
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train what is missing, and write the page."""
+    settings = [
+        replace(setting, steps=args.steps or setting.steps)
+        for setting in ablation.SETTINGS
+        if not args.workload or setting.workload in args.workload
+    ]
+    options = runs.RunOptions(options_of(args), eval_batches=args.eval_batches)
+    if not args.tables_only:
+        ablation.train(settings, args.output, args.seeds, options, args.jobs)
+    print(f"saved {ablation.write(settings, args.output, options, said(args, 'ablation'))}")
+
+
+def add_arguments(parser: argparse.ArgumentParser, name: str, workloads: Sequence[str]) -> None:
+    """What experiments with workloads of their own have in common."""
     count = partial(common.at_least, 1)
     parser.add_argument(
         "--workload",
         metavar="NAME",
         action="append",
-        choices=[setting.workload for setting in ablation.SETTINGS],
+        choices=workloads,
         default=[],
-        help="one of the experiment's own; repeatable (default: all)",
+        help=f"one of {', '.join(workloads)}; repeatable (default: all)",
     )
     parser.add_argument("--seeds", metavar="N", type=count, default=3, help="how many (default: %(default)s)")
     parser.add_argument("--steps", metavar="N", type=count, help="of each run (default: the experiment's own number)")
     parser.add_argument(
-        "--output", metavar="DIR", type=Path, default=Path("results/ablation"), help="(default: %(default)s)"
+        "--output", metavar="DIR", type=Path, default=Path("results") / name, help="(default: %(default)s)"
     )
     parser.add_argument("--jobs", metavar="N", type=count, default=1, help="processes (default: %(default)s)")
     add_options(parser)
@@ -45,23 +65,12 @@ def register(commands: common.Commands) -> None:
         "--eval-batches", metavar="N", type=count, default=20, help="evaluate on so many (default: %(default)s)"
     )
     parser.add_argument("--tables-only", action="store_true", help="train nothing; make the page of what is there")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> None:
-    """Train what is missing, and write the page."""
-    chosen = [setting for setting in ablation.SETTINGS if not args.workload or setting.workload in args.workload]
-    settings = [replace(setting, steps=args.steps or setting.steps) for setting in chosen]
-    options = runs.RunOptions(options_of(args), eval_batches=args.eval_batches)
-    if not args.tables_only:
-        ablation.train(settings, args.output, args.seeds, options, args.jobs)
-    command = ["python", "-m", "experiments", "ablation", *_said(args)]
-    print(f"saved {ablation.write(settings, args.output, options, command)}")
-
-
-def _said(args: argparse.Namespace) -> list[str]:
+def said(args: argparse.Namespace, name: str) -> list[str]:
     """What to type for the same runs; where the data lies is no part of it."""
-    words = [word for name in args.workload for word in ("--workload", name)]
+    words = [word for workload in args.workload for word in ("--workload", workload)]
     words += ["--seeds", str(args.seeds), "--eval-batches", str(args.eval_batches)]
     words += ["--steps", str(args.steps)] if args.steps else []
-    return [*words, "--output", str(args.output)]
+    words += ["--batch-size", str(args.batch_size)] if args.batch_size else []
+    return ["python", "-m", "experiments", name, *words, "--output", str(args.output)]

@@ -55,7 +55,7 @@ def get(name: str) -> Method:
         return load(file, function)
     family, at, share = name.partition("@")
     if at and family in _BUDGETED:
-        return _BUDGETED[family](_share(name, share))
+        return _BUDGETED[family](0.0 if family == "baoc" and share == "0" else _share(name, share))
     if name in _FIXED:
         return _FIXED[name]
     try:

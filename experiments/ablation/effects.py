@@ -7,7 +7,9 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from baoc import parse
 from experiments.ablation.catalog import CONFIGURATIONS, Setting
+from experiments.methods.by_role import REST
 from experiments.runs import Row
 from experiments.runs.summary import REFERENCE
 
@@ -62,7 +64,7 @@ class Effects:
         differences = {seed: 100 * (row["test_loss"] / ours["test_loss"] - 1) for seed, (row, ours) in pairs.items()}
         row, reference = next(iter(pairs.values()))
         # all but what was swapped is AdamW32's: so much of the state is the swap's
-        swapped = sum(share for name, share in row["plan"]["shares"].items() if name != "adamw[m=fp32,v=fp32]")
+        swapped = sum(share for name, share in row["plan"]["shares"].items() if parse(name) != parse(REST))
         saved = (reference["state_bytes"] - row["state_bytes"]) / (swapped * row["parameters"]) if swapped else 0.0
         return Effect(differences, abs(8 - saved))  # no -0.00
 

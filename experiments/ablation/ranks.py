@@ -47,4 +47,5 @@ def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float6
     array = np.asarray(values, dtype=np.float64)
     below = (array[:, None] > array[None, :]).sum(1)
     equal = (array[:, None] == array[None, :]).sum(1)
-    return below + (equal - 1) / 2
+    ranks: np.ndarray[tuple[int], np.dtype[np.float64]] = below + (equal - 1) / 2
+    return ranks

@@ -49,7 +49,7 @@ def _plot(axes: Any, lines: Sequence[Line]) -> list[Point]:
         color, marker = _style(line.method)
         x, y = _place(line)
         axes.errorbar([x], [y], yerr=[line.error or 0.0], marker=marker, color=color, capsize=2, markersize=5)
-        points.append((x, y, line.label.strip("`") + (f" ({line.mean:+.0f}%)" if y < line.mean else "")))
+        points.append((x, y, _short(line.label) + (f" ({line.mean:+.0f}%)" if y < line.mean else "")))
     if ours:
         places = sorted((*_place(line), line.error or 0.0) for line in ours)
         xs, ys, errors = zip(*places)
@@ -73,3 +73,12 @@ def _style(method: str) -> tuple[str, str]:
     if method in (REFERENCE, *PEERS):
         return "tab:blue", "s"
     return ("tab:red", "P") if method.startswith("baoc-paper@") else ("gray", "o")
+
+
+def _short(label: str) -> str:
+    """
+    >>> _short("`spectral else colnorm else adamw-32`"), _short("`muon-8 else adamw[m=int8,v=factored]`")
+    ('spectral + colnorm', 'muon-8 + adamw[8,factored]')
+    """
+    plain = label.strip("`").removesuffix(" else adamw-32").replace(" else ", " + ")
+    return plain.replace("m=int", "").replace("v=", "")

@@ -55,7 +55,7 @@ class Line:
     @property
     def share(self) -> float:
         """The most that was held, of AdamW16's."""
-        return max(row["largest_state_bytes"] / row["reference_bytes"] for row in self.rows.values())
+        return max(float(row["largest_state_bytes"] / row["reference_bytes"]) for row in self.rows.values())
 
     def better_than(self, other: Line) -> float | None:
         """By how many points, where that is more than two standard errors of the differences seed by seed."""

@@ -34,7 +34,8 @@ class Effect:
 
     @property
     def text(self) -> str:
-        """
+        """Mean, error and number of seeds.
+
         >>> Effect({0: 1.0, 1: 2.0, 2: 3.0}, 1.0).text, Effect({0: -1.5}, 1.0).text
         ('+2.00 ± 0.58 (3)', '-1.50 (1)')
         """

@@ -76,7 +76,8 @@ def _style(method: str) -> tuple[str, str]:
 
 
 def _short(label: str) -> str:
-    """
+    """A method's name without what most have in common.
+
     >>> _short("`spectral else colnorm else adamw-32`"), _short("`muon-8 else adamw[m=int8,v=factored]`")
     ('spectral + colnorm', 'muon-8 + adamw[8,factored]')
     """

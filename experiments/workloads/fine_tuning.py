@@ -31,7 +31,7 @@ SEED = 0
 class FineTuning(FamilyWorkload):
     """A family's workload that begins with the weights of another, ``before``."""
 
-    steps_before: ClassVar[int]
+    steps_before: int
     fresh: ClassVar[tuple[str, ...]] = ()
     """Parameters that begin anew with every seed."""
 

@@ -23,9 +23,11 @@ CONFIGURATIONS = {
     ),
     "embedding": _EDGES,
     "head": _EDGES,
+    "hidden=muon-8; embedding": _EDGES,
+    "hidden=muon-8; head": _EDGES,
 }
-"""By role, the most telling first."""
-FIRST = {"hidden": 5, "embedding": 3, "head": 3}
+"""By role, the most telling first. A role may be swapped where another has been: what is lost there may differ."""
+FIRST = {"hidden": 5, "embedding": 3, "head": 3, "hidden=muon-8; embedding": 3, "hidden=muon-8; head": 3}
 """How many of them all workloads get before any gets the others."""
 OF_BLOCKS = ("spectral", "colnorm")
 """What single blocks are swapped to: what does most good to hidden matrices for no state, and what does most harm."""
@@ -37,7 +39,7 @@ class Setting:
 
     workload: str
     steps: int
-    roles: tuple[str, ...] = ("hidden", "embedding")
+    roles: tuple[str, ...] = ("hidden", "embedding", "hidden=muon-8; embedding")
     lr_factor: float = 1.0
     """The best for AdamW32."""
     batch_size: int | None = None
@@ -49,6 +51,15 @@ class Setting:
 
     def cell(self, method: str, seed: int) -> Cell:
         return Cell(self.workload, method, seed, self.lr_factor, self.steps)
+
+
+def base_of(place: str) -> str:
+    """The method that a swap is compared with.
+
+    >>> base_of("embedding"), base_of("hidden=muon-8; embedding")
+    ('adamw32', 'hidden=muon-8')
+    """
+    return place.rpartition(";")[0] or REFERENCE
 
 
 def _blocks(template: str, *chosen: tuple[int, str]) -> tuple[str, ...]:
@@ -76,7 +87,7 @@ SETTINGS = (
             *((1, "self_attn.k_proj"), (2, "mlp.up_proj")),
         ),
     ),
-    Setting("gpt-small-untied/alpaca", 120, roles=("head",)),
+    Setting("gpt-small-untied/alpaca", 120, roles=("head", "hidden=muon-8; head")),
     Setting("vit-small/cifar10", 150, roles=("hidden",)),
     Setting("vit-small/cifar10-classes", 100, roles=("hidden",), regime="fine-tuning", is_fitted=False),
     Setting("t5-small/gsm8k", 100, is_fitted=False),
@@ -89,7 +100,8 @@ def role_jobs(settings: Sequence[Setting], seed: int, options: RunOptions) -> It
     for is_first in (True, False):
         for setting in settings:
             swaps = [f"{role}={name}" for role in setting.roles for name in _part(role, is_first)]
-            yield from (_job(setting, method, seed, options) for method in (REFERENCE, *swaps))
+            bases = [base_of(role) for role in setting.roles]
+            yield from (_job(setting, method, seed, options) for method in (REFERENCE, *bases, *swaps))
 
 
 def block_jobs(settings: Sequence[Setting], seed: int, options: RunOptions) -> Iterator[Job]:

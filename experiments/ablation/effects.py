@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baoc import parse
-from experiments.ablation.catalog import CONFIGURATIONS, Setting
+from experiments.ablation.catalog import CONFIGURATIONS, Setting, base_of
 from experiments.methods.by_role import REST
 from experiments.runs import Row
 from experiments.runs.summary import REFERENCE
@@ -58,15 +58,15 @@ class Effects:
 
     def of(self, setting: Setting, place: str, configuration: str) -> Effect | None:
         """The effect of a swap of a role or of a block; None if no seed has it."""
-        rows, references = self._of(setting, f"{place}={configuration}"), self._of(setting, REFERENCE)
-        pairs = {seed: (row, references[seed]) for seed, row in rows.items() if seed in references}
+        rows, bases = self._of(setting, f"{place}={configuration}"), self._of(setting, base_of(place))
+        pairs = {seed: (row, bases[seed]) for seed, row in rows.items() if seed in bases}
         if not pairs:
             return None
-        differences = {seed: 100 * (row["test_loss"] / ours["test_loss"] - 1) for seed, (row, ours) in pairs.items()}
-        row, reference = next(iter(pairs.values()))
-        # all but what was swapped is AdamW32's: so much of the state is the swap's
-        swapped = sum(share for name, share in row["plan"]["shares"].items() if parse(name) != parse(REST))
-        saved = (reference["state_bytes"] - row["state_bytes"]) / (swapped * row["parameters"]) if swapped else 0.0
+        differences = {seed: 100 * (row["test_loss"] / base["test_loss"] - 1) for seed, (row, base) in pairs.items()}
+        row, base = next(iter(pairs.values()))
+        # what was swapped had AdamW32 before, and nothing else has changed
+        swapped = (_of_adamw32(base) - _of_adamw32(row)) * row["parameters"]
+        saved = (base["state_bytes"] - row["state_bytes"]) / swapped if swapped else 0.0
         return Effect(differences, abs(8 - saved))  # no -0.00
 
     def by_role(self, setting: Setting) -> dict[str, dict[str, Effect]]:
@@ -76,3 +76,9 @@ class Effects:
 
     def _of(self, setting: Setting, method: str) -> dict[int, Row]:
         return self._rows.get((setting.workload, setting.steps, method), {})
+
+
+def _of_adamw32(row: Row) -> float:
+    """Which share of the parameters has it."""
+    shares = row["plan"]["shares"] if row["plan"] else {REST: 1.0}
+    return sum(share for name, share in shares.items() if parse(name) == parse(REST))

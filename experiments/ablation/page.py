@@ -74,7 +74,10 @@ def _role_part(role: str, settings: Sequence[Setting], effects: Effects) -> list
             held = statistics.fmean(effect.bytes_per_parameter for effect in of_name.values())
             cells = [of_name[workload].text if workload in of_name else "-" for workload in found]
             rows.append([f"`{name}`", f"{held:.2f}", *cells])
-    return ["", f"## Swapped: {role}", "", *markdown.table(["Configuration", "B/param", *found], rows, numbers=True)]
+    base, _, swapped = role.rpartition("; ")
+    title = f"## Swapped: {swapped}, where {base} already" if base else f"## Swapped: {role}"
+    about = [f"Differences are to runs with `{base}`, and AdamW32 for the rest.", ""] if base else []
+    return ["", title, "", *about, *markdown.table(["Configuration", "B/param", *found], rows, numbers=True)]
 
 
 def _held_out_part(settings: Sequence[Setting], effects: Effects) -> list[str]:

@@ -95,13 +95,12 @@ SETTINGS = (
 )
 
 
-def role_jobs(settings: Sequence[Setting], seed: int, options: RunOptions) -> Iterator[Job]:
-    """AdamW32 and every swap of a whole role."""
-    for is_first in (True, False):
-        for setting in settings:
-            swaps = [f"{role}={name}" for role in setting.roles for name in _part(role, is_first)]
-            bases = [base_of(role) for role in setting.roles]
-            yield from (_job(setting, method, seed, options) for method in (REFERENCE, *bases, *swaps))
+def role_jobs(settings: Sequence[Setting], seed: int, options: RunOptions, *, is_first: bool) -> Iterator[Job]:
+    """Swaps of whole roles, the most telling or the others, and what they are compared with."""
+    for setting in settings:
+        swaps = [f"{role}={name}" for role in setting.roles for name in _part(role, is_first)]
+        bases = [base_of(role) for role in setting.roles]
+        yield from (_job(setting, method, seed, options) for method in (REFERENCE, *bases, *swaps))
 
 
 def block_jobs(settings: Sequence[Setting], seed: int, options: RunOptions) -> Iterator[Job]:
@@ -112,14 +111,13 @@ def block_jobs(settings: Sequence[Setting], seed: int, options: RunOptions) -> I
 
 
 def jobs(settings: Sequence[Setting], seeds: int, options: RunOptions) -> Iterator[Job]:
-    """All, seed by seed; blocks after the first two seeds of roles, whose effects are larger."""
-    early = min(seeds, 2)
-    for seed in range(early):
-        yield from role_jobs(settings, seed, options)
+    """All, seed by seed; the most telling are a seed ahead of the others and of blocks, whose effects are smaller."""
+    yield from role_jobs(settings, 0, options, is_first=True)
     for seed in range(seeds):
+        if seed + 1 < seeds:
+            yield from role_jobs(settings, seed + 1, options, is_first=True)
+        yield from role_jobs(settings, seed, options, is_first=False)
         yield from block_jobs(settings, seed, options)
-    for seed in range(early, seeds):
-        yield from role_jobs(settings, seed, options)
 
 
 def _part(role: str, is_first: bool) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ import torch
 from experiments.runs.cell import Cell, Row, RunOptions
 from experiments.runs.progress import duration
 from experiments.runs.store import Store, StoreError
-from experiments.runs.training import train_cell
+from experiments.runs.training import train_cell, workload_of
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,10 @@ def run_all(jobs: Iterable[Job], store: Store, workers: int = 1, stream: TextIO 
     stream = stream or sys.stderr
     wanted = list({job.cell.key: job for job in jobs}.values())
     missing = [job for job in wanted if not _is_there(job, store)]
+    for name, options in dict.fromkeys((job.cell.workload, job.options.workload) for job in missing):
+        workload = workload_of(name, options)
+        next(workload.train_batches(seed=0))  # if data is missing, say so now
+        workload.build(seed=0)  # what it is trained on before, it is trained on once, and not by every process
     started = time.monotonic()
     for number, (job, row) in enumerate(_trained(missing, store, workers), 1):
         store.add({**row, **job.about})

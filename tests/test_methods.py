@@ -302,6 +302,10 @@ def test_a_budget_is_a_positive_share(name: str) -> None:
         methods.get(name)
 
 
+def test_baocs_budget_may_be_nothing() -> None:
+    assert methods.get("baoc@0").label == "BAOC 0"
+
+
 @pytest.mark.parametrize("name", [name for name in methods.names() if methods.get(name).needs])
 def test_a_missing_package_says_how_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method = methods.get(name)

@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str, workloads: Sequenc
 def said(args: argparse.Namespace, name: str) -> list[str]:
     """What to type for the same runs; where the data lies is no part of it."""
     words = [word for workload in args.workload for word in ("--workload", workload)]
+    words += [word for method in getattr(args, "method", []) for word in ("--method", method)]
     words += ["--seeds", str(args.seeds), "--eval-batches", str(args.eval_batches)]
     words += ["--steps", str(args.steps)] if args.steps else []
     words += ["--batch-size", str(args.batch_size)] if args.batch_size else []

@@ -8,7 +8,6 @@ What is finished is kept in OUTPUT/runs.jsonl and not repeated; the page is OUTP
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import shlex
 import statistics
@@ -18,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from baoc.core.mechanisms.newton_schulz import MUON, POLAR_EXPRESS, Coefficients, orthogonalised
 from baoc.core.mechanisms.normalised import UPDATE_RMS
@@ -29,8 +28,8 @@ from experiments.runs.page import estimate, write_page
 from experiments.runs.running import Running
 from experiments.runs.summary import REFERENCE
 from experiments.workloads import Workload
-from experiments.workloads.gpt import SIZES, GPTWorkload
-from experiments.workloads.tokens import Tokenizer
+from experiments.workloads.fine_tuning import GPTFineTuning
+from experiments.workloads.gpt import SIZES
 
 CANDIDATES: Mapping[str, Coefficients] = {
     "Polar Express x5": POLAR_EXPRESS,
@@ -84,30 +83,11 @@ def seconds(matrix: Tensor, coefficients: Coefficients, repeats: int = 10) -> fl
 # ---- trainings ----
 
 
-class FineTuning(GPTWorkload):
-    """GSM8K for a model that AdamW32 has trained on Alpaca, with Alpaca's tokenizer."""
-
-    def __init__(self, options: workloads.Options, steps_before: int) -> None:
-        super().__init__(FINE_TUNED, SIZES["gpt-small"], "gsm8k", options)
-        self._before = GPTWorkload("gpt-small/alpaca", SIZES["gpt-small"], "alpaca", options)
-        self._steps_before = steps_before
-
-    @functools.cached_property
-    def tokenizer(self) -> Tokenizer:
-        return self._before.tokenizer
-
-    @functools.cached_property
-    def weights(self) -> Mapping[str, Tensor]:
-        cell = Cell(self._before.name, REFERENCE, 0, 1.0, self._steps_before)
-        running = Running(cell, self._before, methods.get(REFERENCE), torch.device("cpu"))
-        for _, batch in zip(range(self._steps_before), self._before.train_batches(seed=0)):
-            running.advance(lambda batch=batch: batch)  # type: ignore[misc]
-        return running.model.state_dict()
-
-    def make(self, pretrained: str | None) -> nn.Module:
-        model = super().make(pretrained)
-        model.load_state_dict(self.weights)
-        return model
+def fine_tuning(options: workloads.Options, steps_before: int) -> Workload:
+    """GSM8K for a model that AdamW32 has trained on Alpaca for so many steps."""
+    workload = GPTFineTuning(FINE_TUNED, SIZES["gpt-small"], "alpaca-gsm8k", options)
+    workload.steps_before = steps_before
+    return workload
 
 
 def trained(cell: Cell, workload: Workload, eval_batches: int) -> Row:
@@ -264,7 +244,7 @@ def page(arguments: argparse.Namespace, command: str) -> str:
             for name in names:
                 yield workloads.get(name, options), arguments.lr_factor, arguments.steps
             if arguments.fine_tuning:
-                workload = FineTuning(options, arguments.steps_before)
+                workload = fine_tuning(options, arguments.steps_before)
                 factor = trainings.best_factor(workload, FINE_TUNING_FACTORS, arguments.fine_tuning)
                 yield workload, factor, arguments.fine_tuning
 

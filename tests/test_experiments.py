@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import baoc
+import experiments.ablation
+import experiments.frontier
 import experiments.runs
 from baoc import cli
 from baoc.cli import quiet
@@ -192,9 +194,10 @@ def test_only_known_complaints_of_other_packages_are_dropped(caplog: pytest.LogC
 
 def test_docstring_examples() -> None:
     assert doctest.testmod(packages).failed == doctest.testmod(normalised).failed == 0
-    for found in pkgutil.iter_modules(experiments.runs.__path__):
-        module = importlib.import_module(f"experiments.runs.{found.name}")
-        assert doctest.testmod(module).failed == 0
+    for package in (experiments.runs, experiments.ablation, experiments.frontier):
+        for found in pkgutil.iter_modules(package.__path__):
+            module = importlib.import_module(f"{package.__name__}.{found.name}")
+            assert doctest.testmod(module).failed == 0
 
 
 def test_a_profile_is_recorded_and_planned_from(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import baoc
 from baoc import PlanError, state_bytes
 from baoc.core.plan import Plan, memory_budget
 from experiments import methods, statemem
-from experiments.methods import Method, MethodError, Settings, cosmos, galore, rules
+from experiments.methods import Method, MethodError, Settings, by_role, cosmos, galore, rules
 from experiments.methods.base import GRID
 from experiments.methods.chained import Chained
 from experiments.methods.roles import parts
@@ -257,10 +258,52 @@ def test_a_configuration_is_a_method() -> None:
         methods.get("muon-8; update_rms")
 
 
+def test_roles_and_parameters_get_what_they_are_given_and_the_rest_adamw() -> None:
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 128))
+    optimizer = methods.get("hidden=spectral; 2.weight=lion-8; head=adafactor-32").build(model, 1e-3, Settings())
+    assert isinstance(optimizer, baoc.BlockOptimizer)
+    chosen = {name: optimizer.plan.block_of(name).configuration.alias for name, _ in model.named_parameters()}
+    assert {name: alias for name, alias in chosen.items() if alias != "adamw-32"} == {
+        "1.weight": "spectral",
+        "2.weight": "lion-8",
+        "3.weight": "adafactor-32",
+    }
+    rms = model[3].weight.detach().square().mean().sqrt().item()  # Adafactor's step is relative to it
+    assert optimizer.plan.block_of("3.weight").lr_scale == pytest.approx(0.2 / rms, rel=0.01)
+
+
+def test_small_embeddings_and_heads_keep_adamw() -> None:
+    model = nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 10))
+    plan = by_role.plan_of(model, by_role.parse("embedding=colnorm; head=colnorm"))
+    assert {block.configuration.alias for block in plan.blocks} == {"adamw-32"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hidden=muon-8; spectral", "cannot read 'spectral'"),
+        ("hidden=muon-8; hidden=spectral", "twice"),
+        ("hidden=muon-7", "no method"),
+    ],
+)
+def test_what_is_no_method_by_role_is_an_error_that_says_why(name: str, message: str) -> None:
+    with pytest.raises(MethodError, match=message):
+        methods.get(name)
+
+
+def test_a_parameter_that_is_not_there_is_named() -> None:
+    with pytest.raises(MethodError, match=r"'h\.0\.weight' is neither a parameter"):
+        methods.get("h.0.weight=spectral").build(nn.Linear(4, 4), 1e-3, Settings())
+
+
 @pytest.mark.parametrize("name", ["baoc@", "baoc@half", "by-size@0", "baoc@-1", "baoc@inf"])
 def test_a_budget_is_a_positive_share(name: str) -> None:
     with pytest.raises(MethodError, match="not a share"):
         methods.get(name)
+
+
+def test_baocs_budget_may_be_nothing() -> None:
+    assert methods.get("baoc@0").label == "BAOC 0"
 
 
 @pytest.mark.parametrize("name", [name for name in methods.names() if methods.get(name).needs])

@@ -19,7 +19,7 @@ import torch
 
 import experiments.workloads
 from experiments.commands import main
-from experiments.workloads import Options, WorkloadError, describe, get, images, load, names, text, tokens
+from experiments.workloads import Options, WorkloadError, describe, fine_tuning, get, images, load, names, text, tokens
 from experiments.workloads.language import IGNORED
 from experiments.workloads.registry import FAMILIES
 
@@ -27,7 +27,8 @@ for package in ("transformers", "diffusers", "tokenizers", "sklearn"):
     pytest.importorskip(package)
 
 SIZES = {size: settings for _, sizes in FAMILIES for size, settings in sizes.items()}
-SMALL = [name for name in names() if "-small/" in name]
+FINE_TUNED = ["gpt-small/alpaca-gsm8k", "vit-small/cifar10-classes", "vit-small/digits-classes"]
+SMALL = [name for name in names() if "-small/" in name and name not in FINE_TUNED]
 PAPER = [
     "vit/cifar10", "gpt2/alpaca", "gpt2/gsm8k", "t5-base/alpaca", "t5-base/gsm8k", "unet/cifar10", "llama3.2-1b/alpaca",
     "llama3.2-1b/gsm8k", "llama3.2-3b/alpaca", "llama3.2-3b/gsm8k",
@@ -133,6 +134,35 @@ def test_small_ones_learn(name, options):
     after = workload.evaluate(model, "validation", max_batches=8)
     assert after["loss"] < 0.97 * before["loss"]
     assert set(after) == {"loss", workload.metric.name}
+
+
+@pytest.mark.parametrize("name", FINE_TUNED)
+def test_fine_tunings_begin_where_a_training_that_is_kept_ended(name, options, monkeypatch, tmp_path):
+    options = replace(options, cache=tmp_path)
+    monkeypatch.setattr(type(get(name)), "steps_before", 2)
+    workload = get(name, options)
+    one, other = (workload.build(seed=seed).state_dict() for seed in (0, 1))
+    trained = fine_tuning.trained_weights(workload.before, 2, tmp_path)
+    assert {key for key in one if not torch.equal(one[key], trained[key])} == {*workload.fresh}
+    assert {key for key in one if not torch.equal(one[key], other[key])} <= {*workload.fresh}
+    assert [path.suffix for path in tmp_path.glob("weights-*")] == [".pt"]
+    monkeypatch.setattr("experiments.train.train", None)
+    assert same(one, get(name, options).build(seed=0).state_dict())  # found, and not trained again
+    assert get(name, options).build(seed=0, device="meta") is not None
+
+
+def test_a_fine_tuning_has_the_tokens_of_the_training_before(options):
+    workload = get("gpt-small/alpaca-gsm8k", options)
+    assert workload.tokenizer is workload.before.tokenizer
+    assert workload.examples["test"] == get("gpt-small/gsm8k", options).examples["test"]
+
+
+def test_no_class_is_in_both_parts_of_a_fine_tuning():
+    workload = get("vit-small/digits-classes")
+    labels = {
+        part: {*each.images["train"].labels.tolist()} for part, each in (("new", workload), ("old", workload.before))
+    }
+    assert labels == {"new": {5, 6, 7, 8, 9}, "old": {0, 1, 2, 3, 4}}
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from baoc.cli import program
 from baoc.cli.common import Parser
-from experiments.commands import record, run, statemem, train, workloads
+from experiments.commands import ablation, frontier, record, run, statemem, train, workloads
 from experiments.methods import MethodError
 from experiments.runs import RunError
 
-COMMANDS = (run, workloads, train, record, statemem)
+COMMANDS = (run, ablation, frontier, workloads, train, record, statemem)
 USER_ERRORS = (*program.USER_ERRORS, MethodError, RunError)
 
 DESCRIPTION = "Check what is claimed of budgeted optimizers: the paper's experiments, and what they are made of."

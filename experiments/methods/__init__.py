@@ -19,7 +19,7 @@ import torch  # noqa: F401 - the docstring example needs it
 
 from baoc import ConfigurationError
 from baoc.models.resolve import call_function
-from experiments.methods import adam_mini, adamw, budgeted, cosmos, galore, muon, spam
+from experiments.methods import adam_mini, adamw, budgeted, by_role, cosmos, galore, muon, spam
 from experiments.methods.base import Method, MethodError, Settings
 from experiments.methods.uniform import uniform
 
@@ -43,21 +43,23 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Method:
-    """The method of a name: ``muon``, ``baoc@0.25``, a configuration of ours, or a person's own, ``file.py:function``.
+    """The method of a name: ``muon``, ``baoc@0.25``, or a person's own, ``file.py:function``.
 
-    >>> get("baoc@0.25").label, get("muon-8 else adamw-16").label
-    ('BAOC 0.25', 'muon-8 else adamw-16')
+    A configuration of ours is a name too, and so are several of them, by role or parameter.
+
+    >>> get("baoc@0.25").label, get("muon-8 else adamw-16").label, get("hidden=muon-8; embedding=colnorm").label
+    ('BAOC 0.25', 'muon-8 else adamw-16', 'hidden=muon-8; embedding=colnorm')
     """
     file, _, function = name.rpartition(":")
     if file.endswith(".py"):
         return load(file, function)
     family, at, share = name.partition("@")
     if at and family in _BUDGETED:
-        return _BUDGETED[family](_share(name, share))
+        return _BUDGETED[family](0.0 if family == "baoc" and share == "0" else _share(name, share))
     if name in _FIXED:
         return _FIXED[name]
     try:
-        return uniform(name)
+        return by_role.by_role(name) if by_role.is_by_role(name) else uniform(name)
     except ConfigurationError as error:
         close = get_close_matches(name, names(), n=1)
         hint = f" Did you mean {close[0]}?" if close else ""

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import baoc
 from baoc.core.plan import Block, Plan, PlanError, memory_budget
@@ -132,18 +132,18 @@ def _ladder(name: str, members: Sequence[Part]) -> list[Block]:
     for spelling in LADDER:
         block = Block(name, baoc.parse(spelling), _shapes(members))
         if not ladder or block.state_bytes < ladder[-1].state_bytes:
-            ladder.append(replace(block, lr_scale=_lr_scale(block, members)))
+            ladder.append(replace(block, lr_scale=lr_scale(block, [part.param for part in members])))
     return ladder
 
 
-def _lr_scale(block: Block, members: Sequence[Part]) -> float:
+def lr_scale(block: Block, params: Sequence[Tensor]) -> float:
     """What makes updates about as long as AdamW's, as far as it can be known without gradients."""
     mechanism = block.configuration.mechanism_name
     if mechanism.startswith("sgd"):
         return SGD_LR_SCALE
-    if mechanism != "adafactor" or any(part.param.is_meta for part in members):
+    if mechanism != "adafactor" or any(param.is_meta for param in params):
         return 1.0
-    squares = sum(part.param.detach().double().square().sum().item() for part in members)
+    squares = sum(param.detach().double().square().sum().item() for param in params)
     rms = (squares / block.numel) ** 0.5  # Adafactor's step is relative to it, and to no less than 0.001
     return float(f"{ADAMW_RMS / max(rms, 1e-3):.3g}")
 

@@ -28,7 +28,7 @@ class Progress:
     note: Callable[[str], None] = field(default=lambda text: None)
 
 
-@functools.lru_cache(maxsize=1)  # cells of one workload follow each other, and its data may be large
+@functools.lru_cache(maxsize=8)  # an experiment goes round its workloads, once for each seed
 def workload_of(name: str, options: workloads.Options) -> Workload:
     return workloads.get(name, options)
 

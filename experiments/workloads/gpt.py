@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 from torch import nn
 
 from baoc.models import MODELS
@@ -14,11 +17,12 @@ class GPTWorkload(CausalWorkload):
     family, model_class = "GPT-2", "GPT2LMHeadModel"
 
 
-def gpt_small() -> nn.Module:
+def gpt_small(tied: bool = True) -> nn.Module:
     transformers = need("transformers", "gpt-small")
     config = transformers.GPT2Config(
         vocab_size=TRAINED_SIZE, n_positions=256, n_embd=128, n_layer=4, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+        tie_word_embeddings=tied,
     )  # fmt: skip
     model: nn.Module = transformers.GPT2LMHeadModel(config)
     return model
@@ -47,3 +51,9 @@ SIZES = {
         learns_prompts=True,
     ),
 }
+SIZES["gpt-small-untied"] = replace(
+    SIZES["gpt-small"],
+    build=partial(gpt_small, tied=False),
+    parameters=1_088_256,
+    description="a GPT-2 of 4 layers and width 128 with a head of its own",
+)

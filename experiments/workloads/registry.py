@@ -10,7 +10,7 @@ from typing import Any
 
 from baoc.core.text import human_count, table
 from baoc.models.resolve import explained, importable, load_file
-from experiments.workloads import gpt, llama, t5, unet, vit
+from experiments.workloads import fine_tuning, gpt, llama, t5, unet, vit
 from experiments.workloads.base import Options, Workload, WorkloadError
 from experiments.workloads.sources import presence
 
@@ -20,6 +20,8 @@ FAMILIES: tuple[tuple[Any, dict[str, Any]], ...] = (
     (t5.T5Workload, t5.SIZES),
     (llama.LlamaWorkload, llama.SIZES),
     (unet.UNetWorkload, unet.SIZES),
+    (fine_tuning.GPTFineTuning, fine_tuning.GPT_SIZES),
+    (fine_tuning.ViTFineTuning, fine_tuning.VIT_SIZES),
 )
 _ENTRIES = {
     f"{name}/{dataset}": (family, size, dataset)
@@ -32,8 +34,8 @@ _ENTRIES = {
 def names() -> list[str]:
     """Every workload's name.
 
-    >>> [name for name in names() if name.startswith("gpt")]
-    ['gpt2/alpaca', 'gpt2/gsm8k', 'gpt2/embedded', 'gpt-small/alpaca', 'gpt-small/gsm8k', 'gpt-small/embedded']
+    >>> [name for name in names() if name.startswith("gpt-small/")]
+    ['gpt-small/alpaca', 'gpt-small/gsm8k', 'gpt-small/embedded', 'gpt-small/alpaca-gsm8k']
     """
     return list(_ENTRIES)
 

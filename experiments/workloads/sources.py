@@ -26,6 +26,8 @@ SOURCES = {
     "cifar10": Source("an .npz of x_train, y_train, x_test, y_test, or data_batch_*.bin", ("uoft-cs/cifar10",)),
 }
 BUILT_IN = {"embedded": "pydoc_data", "digits": "sklearn"}  # and the package that has it
+MADE_OF = {"alpaca-gsm8k": ("alpaca", "gsm8k"), "cifar10-classes": ("cifar10",), "digits-classes": ("digits",)}
+"""What fine-tunings need."""
 
 
 def presence(dataset: str, options: Options) -> str:
@@ -36,6 +38,9 @@ def presence(dataset: str, options: Options) -> str:
     >>> presence("alpaca", Options(data="/nowhere"))
     'missing'
     """
+    if parts := MADE_OF.get(dataset):
+        found = [presence(part, options) for part in parts]
+        return "missing" if "missing" in found else found[0]
     if package := BUILT_IN.get(dataset):
         return "built in" if installed(package) else f"needs {package}"
     if options.data_folder is None:

@@ -1,0 +1,107 @@
+"""From runs to what is said of a method on a workload."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from experiments import methods
+from experiments.frontier.catalog import BUDGETS, TUNING_SEED, Setting
+from experiments.runs import Row
+from experiments.runs.summary import REFERENCE
+from experiments.runs.tables import EDGE
+
+TWO = 2.0  # standard errors
+
+
+@dataclass(frozen=True)
+class Line:
+    """A method on a workload."""
+
+    method: str
+    rows: Mapping[int, Row]  # by seed
+    references: Mapping[int, Row]
+    factor: str
+    """Of the learning rate, as text."""
+
+    @property
+    def label(self) -> str:
+        name = methods.get(self.method).label
+        is_single = self.method == name and self.method != REFERENCE
+        return f"`{name}`" if is_single else name
+
+    @property
+    def differences(self) -> dict[int, float]:
+        return {
+            seed: 100 * (row["test_loss"] / self.references[seed]["test_loss"] - 1)
+            for seed, row in self.rows.items()
+            if seed in self.references
+        }
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.differences.values())
+
+    @property
+    def error(self) -> float | None:
+        values = list(self.differences.values())
+        return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        return statistics.fmean(row["state_bytes"] / row["parameters"] for row in self.rows.values())
+
+    @property
+    def share(self) -> float:
+        """The most that was held, of AdamW16's."""
+        return max(float(row["largest_state_bytes"] / row["reference_bytes"]) for row in self.rows.values())
+
+    def better_than(self, other: Line) -> float | None:
+        """By how many points, where that is more than two standard errors of the differences seed by seed."""
+        ours, theirs = self.differences, other.differences
+        gains = [theirs[seed] - ours[seed] for seed in ours if seed in theirs]
+        if len(gains) < 2:
+            return None
+        gain, error = statistics.fmean(gains), statistics.stdev(gains) / len(gains) ** 0.5
+        return gain if gain > TWO * error and gain > 0 else None
+
+
+def lines_of(setting: Setting, rows: Sequence[Row]) -> list[Line]:
+    """In the order in which they were run first; AdamW32 is one of them."""
+    mine = [row for row in rows if row["workload"] == setting.workload and row["steps"] == setting.steps]
+    references = finals(mine, setting, REFERENCE)
+    found = []
+    for method in dict.fromkeys(row["method"] for row in mine):
+        trained = {seed: row for seed, row in finals(mine, setting, method).items() if seed in references}
+        if trained:
+            grid = next(row["lr_grid"] for row in mine if row["method"] == method)
+            factor = best_factor(mine, setting, method if len(grid) > 1 else REFERENCE)
+            edge = EDGE if len(grid) > 1 and factor in (min(grid), max(grid)) else ""
+            found.append(Line(method, trained, references, f"x{factor:g}{edge}"))
+    return found
+
+
+def budgeted(lines: Sequence[Line]) -> dict[float, Line]:
+    """BAOC's own, by budget."""
+    found = {line.method: line for line in lines}
+    return {share: found[f"baoc@{share:g}"] for share in BUDGETS if f"baoc@{share:g}" in found}
+
+
+def best_factor(rows: Iterable[Row], setting: Setting, method: str) -> float:
+    """Of those that were tried, by the validation loss."""
+    mine = [row for row in rows if _is_of(row, setting, method) and row["seed"] == TUNING_SEED]
+    losses = {row["lr_factor"]: row["validation_loss"] for row in mine if row.get("validation_loss") is not None}
+    return min(losses, key=lambda factor: (losses[factor], factor)) if losses else 1.0
+
+
+def finals(rows: Sequence[Row], setting: Setting, method: str) -> dict[int, Row]:
+    """By seed: the runs at the learning rate that a method is judged at. Those that failed are left out."""
+    is_peer = any(_is_of(row, setting, method) and len(row["lr_grid"]) > 1 for row in rows)
+    factor = best_factor(rows, setting, method if is_peer else REFERENCE)
+    mine = [row for row in rows if _is_of(row, setting, method) and row["lr_factor"] == factor]
+    return {row["seed"]: row for row in mine if row["error"] is None and row["diverged_at"] is None}
+
+
+def _is_of(row: Row, setting: Setting, method: str) -> bool:
+    return (row["workload"], row["method"], row["steps"]) == (setting.workload, method, setting.steps)

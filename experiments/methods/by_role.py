@@ -1,0 +1,104 @@
+"""Configurations of ours by role or by parameter, and 32-bit AdamW for all that is not named.
+
+A method's name says it all: ``hidden=muon-8; embedding=colnorm``, or ``transformer.h.3.mlp.c_fc.weight=spectral``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+import baoc
+from baoc import Configuration
+from baoc.core.plan import Block, Plan
+from baoc.core.roles import Role, canonical_name, roles_of
+from baoc.core.spec import Shape
+from experiments.methods.base import Method, MethodError, Settings
+from experiments.methods.budgeted import lr_scale
+
+REST = "adamw-32"
+SMALL = 4096
+"""Embeddings and heads of fewer elements have fp32 state anyway, and keep AdamW."""
+ROLES: Mapping[str, frozenset[Role]] = {
+    "hidden": frozenset({Role.MATRIX, Role.STACK, Role.CONVOLUTION}),
+    "embedding": frozenset({Role.EMBEDDING}),
+    "head": frozenset({Role.HEAD}),
+}
+_ASSIGNMENT = re.compile(r"\s*([\w.]+)\s*=")  # of a configuration; its own `=` are in brackets
+
+
+def is_by_role(name: str) -> bool:
+    """Whether a method's name is of this kind.
+
+    >>> is_by_role("hidden=muon-8"), is_by_role("adamw[m=int8,v=factored]"), is_by_role("muon-8; update_rms=0.2")
+    (True, False, False)
+    """
+    return _ASSIGNMENT.match(name) is not None
+
+
+def by_role(spelling: str) -> Method:
+    """The method of a spelling.
+
+    >>> by_role("hidden=muon[m=int8]; embedding=adamw-8").label
+    'hidden=muon-8; embedding=adamw-8'
+    """
+    chosen = parse(spelling)
+
+    def build(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
+        plan = plan_of(model, chosen)
+        return baoc.BlockOptimizer(model, lr=lr, betas=settings.betas, weight_decay=settings.weight_decay, plan=plan)
+
+    label = "; ".join(f"{place}={configuration.alias}" for place, configuration in chosen.items())
+    return Method(spelling, label, build, note=f"baoc; {REST} for all that is not named")
+
+
+def parse(spelling: str) -> dict[str, Configuration]:
+    """Configurations by role or parameter."""
+    found: dict[str, Configuration] = {}
+    for text in spelling.split(";"):
+        match = _ASSIGNMENT.match(text)
+        if match is None:
+            raise MethodError(f"cannot read {text.strip()!r} of {spelling!r}. Write it like 'hidden=muon-8'.")
+        if match[1] in found:
+            raise MethodError(f"{spelling!r} says twice what {match[1]!r} gets.")
+        found[match[1]] = baoc.parse(text[match.end() :])
+    return found
+
+
+def plan_of(model: nn.Module, chosen: Mapping[str, Configuration]) -> Plan:
+    """One block for each role or parameter that is named, and one for the rest.
+
+    >>> model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    >>> plan = plan_of(model, {"hidden": baoc.parse("spectral"), "embedding": baoc.parse("colnorm")})
+    >>> {block.name: (block.configuration.alias, list(block.parameters)) for block in plan.blocks}["hidden"]
+    ('spectral', ['1.weight'])
+    """
+    params = {canonical_name(name): param for name, param in model.named_parameters() if param.requires_grad}
+    roles = roles_of(model)
+    unknown = [place for place in chosen if place not in ROLES and place not in params]
+    if unknown:
+        raise MethodError(f"{unknown[0]!r} is neither a parameter of this model nor one of {', '.join(ROLES)}.")
+    rest = baoc.parse(REST)
+    blocks: dict[tuple[str, Configuration], dict[str, Shape]] = {}
+    for name, param in params.items():
+        shape = tuple(param.shape)
+        place = name if name in chosen else _place(roles[name], param.numel())
+        # not all that a role has suits every mechanism
+        configuration = chosen[place].suited(shape, roles[name]) if place in chosen else rest
+        place = "rest" if configuration == rest else place
+        blocks.setdefault((place, configuration), {})[name] = shape
+    made = []
+    for (place, configuration), shapes in blocks.items():
+        is_second = any(other.name == place for other in made)
+        block = Block(f"{place}, {configuration.alias}" if is_second else place, configuration, shapes)
+        made.append(replace(block, lr_scale=lr_scale(block, [params[name] for name in shapes])))
+    return Plan(tuple(made))
+
+
+def _place(role: Role, numel: int) -> str:
+    place = next((place for place, roles in ROLES.items() if role in roles), "rest")
+    return "rest" if place in ("embedding", "head") and numel < SMALL else place

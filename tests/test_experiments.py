@@ -51,16 +51,16 @@ def test_all_experiments_name_what_there_is() -> None:
 
 @pytest.mark.parametrize("variant", variants.VARIANTS)
 def test_every_variant_trains(variant: str, tiny: str) -> None:
-    row = train_cell(cell_for(tiny, "baoc@0.8", variant), RunOptions())
+    row = train_cell(cell_for(tiny, "baoc-paper@0.8", variant), RunOptions())
     assert row["error"] is None and row["diverged_at"] is None
-    assert row["label"] == f"BAOC 0.8, {variant}"
+    assert row["label"] == f"the paper's BAOC 0.8, {variant}"
 
 
 @pytest.mark.parametrize(("variant", "restarts"), [("online, restarting", True), ("online, inheriting", False)])
 def test_only_the_restarting_variant_forgets(variant: str, restarts: bool) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 192)
-    optimizer = variants.method_of("baoc@0.8", variant).build(model, 1e-3, methods.Settings(steps=20, warmup=3))
+    optimizer = variants.method_of("baoc-paper@0.8", variant).build(model, 1e-3, methods.Settings(steps=20, warmup=3))
     youngest = []
     for _ in range(8):  # plans after steps 3 and 7
         optimizer.zero_grad()
@@ -147,7 +147,10 @@ def test_a_command_runs_an_experiment(tiny: str, tmp_path: Path, capsys: pytest.
     argv = ["online", "--workload", tiny, "--no-tuning", "--seeds", "1", "--output", str(tmp_path / "o")]
     assert main(argv) == 0
     captured = capsys.readouterr()
-    assert "| BAOC 0.5, online, restarting |" in captured.out and f"saved {tmp_path / 'o' / 'table.md'}" in captured.out
+    assert (
+        "| the paper's BAOC 0.5, online, restarting |" in captured.out
+        and f"saved {tmp_path / 'o' / 'table.md'}" in captured.out
+    )
     assert "cell 3 of 3, about" in captured.err
     assert main([*argv, "--tables-only"]) == 0
 

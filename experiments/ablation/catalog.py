@@ -92,6 +92,9 @@ SETTINGS = (
     Setting("vit-small/cifar10-classes", 100, roles=("hidden",), regime="fine-tuning", is_fitted=False),
     Setting("t5-small/gsm8k", 100, is_fitted=False),
     Setting("unet-small/cifar10", 60, roles=("hidden",), lr_factor=2.0, batch_size=4),
+    # what momentum is worth shows late
+    Setting("gpt-small/alpaca", 400, roles=("hidden",)),
+    Setting("llama-small/gsm8k", 400, roles=("hidden",)),
 )
 
 

@@ -24,7 +24,7 @@ examples:
   python -m experiments workloads
   python -m experiments fixed-budget --workload gpt-small/embedded --seeds 1 --steps 100
   python -m experiments sweep --method baoc@0.3 --method baoc@0.6 --method adamw8
-  python -m experiments diagnostics --variant "paper's risk" --variant "lr as given" --reuse results/fixed-budget
+  python -m experiments diagnostics --variant "repaired risk" --variant "lr as given" --reuse results/fixed-budget
   python -m experiments long --workload gpt2/gsm8k --data ~/data --device cuda --bf16"""
 
 

@@ -50,10 +50,14 @@ def baoc_at(
     return Method(f"baoc@{share:g}", f"BAOC {share:g}", build, note="matches its blocks' lr to AdamW's")
 
 
-def baoc_paper_at(share: float) -> Method:
-    """BAOC that scores risks by the paper's Eq. 9, to the letter."""
-    method = baoc_at(share, changed=lambda settings: {"risk": "paper"})
-    return replace(method, name=f"baoc-paper@{share:g}", label=f"BAOC {share:g}, paper's risk")
+def baoc_paper_at(
+    share: float,
+    kind: type[baoc.BAOC] = baoc.BAOC,
+    changed: Callable[[Settings], Mapping[str, Any]] = lambda settings: {},
+) -> Method:
+    """BAOC in the paper's space: its configurations, its risk and its time, to the letter."""
+    method = baoc_at(share, kind, lambda settings: {"space": "paper", **changed(settings)})
+    return replace(method, name=f"baoc-paper@{share:g}", label=f"the paper's BAOC {share:g}")
 
 
 def by_type_at(share: float) -> Method:

@@ -17,7 +17,7 @@ Results = Mapping[str, Sequence[Line]]
 
 FAMILIES = {
     "baoc": ("BAOC", "tab:orange", "*"),
-    "baoc-paper": ("BAOC, paper's risk", "tab:red", "P"),
+    "baoc-paper": ("the paper's BAOC", "tab:red", "P"),
     "by-type": ("By type", "tab:blue", "v"),
     "by-size": ("By size", "tab:green", "^"),
 }

@@ -1,4 +1,4 @@
-"""BAOC with one setting changed at a time, by name."""
+"""BAOC with one setting changed at a time, by name. Most settings are of the paper's space."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ DIAGNOSTICS: dict[str, Variant] = {
     "warm-up x2": _warmup(2.0),
     "warm-up on AdamW16": _with(warmup_base="adamw-16"),
     "lr as given": _with(lr_match="none"),
-    "paper's risk": _with(risk="paper"),
+    "repaired risk": _with(risk="update"),
+    "measured effects": _with(space="measured"),
     "time 1.0": _with(time=1.0),
     "any time": _with(time=math.inf),
     "no SGD": _with(forbid="sgd*"),
@@ -79,11 +80,14 @@ ONLINE: dict[str, Variant] = {
 VARIANTS: dict[str, Variant] = {**DIAGNOSTICS, **PARTITION, **ONLINE}
 
 
+_FAMILIES = {"baoc": budgeted.baoc_at, "baoc-paper": budgeted.baoc_paper_at}
+
+
 def method_of(name: str, variant: str = "") -> Method:
     """A method, or BAOC with a variant.
 
-    >>> method_of("baoc@0.5", "gamma 0.9").label
-    'BAOC 0.5, gamma 0.9'
+    >>> method_of("baoc-paper@0.5", "gamma 0.9").label
+    "the paper's BAOC 0.5, gamma 0.9"
     >>> method_of("muon", "gamma 0.9")
     Traceback (most recent call last):
     experiments.runs.cell.RunError: 'muon' has no variant 'gamma 0.9': this experiment changes settings of BAOC. Write baoc@0.5, or another share.
@@ -92,10 +96,10 @@ def method_of(name: str, variant: str = "") -> Method:
     if not variant:
         return method
     family, _, share = method.name.partition("@")
-    if family != "baoc":
+    if family not in _FAMILIES:
         raise RunError(
             f"{name!r} has no variant {variant!r}: this experiment changes settings of BAOC. "
             "Write baoc@0.5, or another share."
         )
     found = VARIANTS[variant]
-    return replace(budgeted.baoc_at(float(share), found.kind, found.changed), label=f"{method.label}, {variant}")
+    return replace(_FAMILIES[family](float(share), found.kind, found.changed), label=f"{method.label}, {variant}")

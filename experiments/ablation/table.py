@@ -1,0 +1,76 @@
+"""The table of effects that ships with the package, from the runs of the ablation.
+
+    python -m experiments.ablation.table docs/results/ablation --output src/baoc/planning/risk/table.json
+
+Embeddings and heads count with what they did beside hidden weights that have Muon, where such runs are there: that is
+where plans put them, and there they matter more. Of runs of different lengths the longest count. Workloads that are
+kept for checks do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from baoc import parse
+from baoc.core.roles import Role
+from baoc.planning.risk import Table
+from baoc.planning.risk.calibration import Difference, table_of
+from experiments.ablation.catalog import CONFIGURATIONS, SETTINGS, Setting
+from experiments.ablation.effects import Effect, Effects
+from experiments.runs import Row, Store
+
+ROLES = {"embedding": Role.EMBEDDING, "head": Role.HEAD}
+_REGIMES = {"scratch": "scratch", "fine-tuning": "finetune"}
+_BESIDE_MUON = "hidden=muon-8; "
+_ADAFACTOR = "adafactor"
+
+
+def table(rows: Iterable[Row], settings: Sequence[Setting] = SETTINGS, provenance: str = "") -> Table:
+    """What the runs of the settings that are fitted say."""
+    return table_of(differences(rows, settings), provenance)
+
+
+def differences(rows: Iterable[Row], settings: Sequence[Setting] = SETTINGS) -> Iterator[Difference]:
+    """One for each run and its twin, under roles as plans have them."""
+    effects = Effects(rows)
+    best: dict[tuple[str, str, str], tuple[tuple[bool, int], Setting, Effect]] = {}
+    for setting in (each for each in settings if each.is_fitted):
+        for place in setting.roles:
+            for name in CONFIGURATIONS[place]:
+                effect = effects.of(setting, place, name)
+                if effect is None or name.startswith(_ADAFACTOR):  # its length is not AdamW's
+                    continue
+                key, rank = (setting.workload, place.removeprefix(_BESIDE_MUON), name), (";" in place, setting.steps)
+                if key not in best or rank > best[key][0]:
+                    best[key] = rank, setting, effect
+    for (workload, place, name), (_, setting, effect) in best.items():
+        for percent in effect.differences.values():
+            yield Difference(_REGIMES[setting.regime], _role(setting, place), parse(name), workload, percent)
+
+
+def _role(setting: Setting, place: str) -> Role:
+    """Hidden weights are convolutions where most of them are."""
+    if place == "hidden":
+        return Role.CONVOLUTION if setting.workload.startswith("unet") else Role.MATRIX
+    return ROLES[place]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the table; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", metavar="DIR", type=Path, help="OUTPUT of `python -m experiments ablation`")
+    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="where the table goes")
+    args = parser.parse_args(argv)
+    rows = Store(args.runs, must_exist=True).rows
+    command = f"python -m experiments.ablation.table {args.runs} --output {args.output}"
+    made = table(rows, provenance=f"{command}; {len(rows)} runs of `python -m experiments ablation`")
+    made.save(args.output)
+    print(f"saved {args.output}, from {len(rows)} runs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,11 +16,17 @@ from experiments.tiny_gpt import MakeOptimizer, Size, TinyGPT, test_loss, train
 LR, DECAY = 2e-3, 0.1
 WARMUP = 20  # steps: BAOC plans while the lr is still rising, as in a long run
 
+BUDGETS = (0.5, 0.25, 0.13, 0.05, 0.0)
+
+
+def _budgeted(memory: float) -> MakeOptimizer:
+    return lambda model: baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=memory, warmup=WARMUP)
+
+
 METHODS: dict[str, MakeOptimizer] = {
     "AdamW32": lambda model: torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY),
     "AdamW8": lambda model: baoc.BlockOptimizer(model, lr=LR, weight_decay=DECAY, plan="adamw-8"),
-    "BAOC memory=0.5": lambda model: baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=0.5, warmup=WARMUP),
-    "BAOC memory=0.25": lambda model: baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=0.25, warmup=WARMUP),
+    **{f"BAOC memory={memory:g}": _budgeted(memory) for memory in BUDGETS},
 }
 
 OnStep = Callable[[int, float, int], None]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments import methods
-from experiments.frontier.catalog import BUDGETS, TUNING_SEED, Setting
+from experiments.frontier.catalog import BUDGETS, TUNING_SEEDS, Setting
 from experiments.runs import Row
 from experiments.runs.summary import REFERENCE
 from experiments.runs.tables import EDGE
@@ -89,10 +90,18 @@ def budgeted(lines: Sequence[Line]) -> dict[float, Line]:
 
 
 def best_factor(rows: Iterable[Row], setting: Setting, method: str) -> float:
-    """Of those that were tried, by the validation loss."""
-    mine = [row for row in rows if _is_of(row, setting, method) and row["seed"] == TUNING_SEED]
-    losses = {row["lr_factor"]: row["validation_loss"] for row in mine if row.get("validation_loss") is not None}
-    return min(losses, key=lambda factor: (losses[factor], factor)) if losses else 1.0
+    """Of those that were tried, by the mean validation loss of the seeds that tried them all."""
+    tried: dict[int, dict[float, float]] = {}
+    for row in rows:
+        if _is_of(row, setting, method) and row["seed"] in TUNING_SEEDS:
+            loss = row.get("validation_loss")
+            tried.setdefault(row["seed"], {})[row["lr_factor"]] = math.inf if loss is None else loss
+    most = max(map(len, tried.values()), default=0)
+    whole = [losses for losses in tried.values() if len(losses) == most]
+    if not whole:
+        return 1.0
+    means = {factor: statistics.fmean(losses.get(factor, math.inf) for losses in whole) for factor in whole[0]}
+    return min(means, key=lambda factor: (means[factor], factor))
 
 
 def finals(rows: Sequence[Row], setting: Setting, method: str) -> dict[int, Row]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TextIO
 
 from experiments import methods
-from experiments.frontier.catalog import BY_TYPE, OURS, PAPERS, PEERS, TUNING_SEED, UNIFORM, Setting
+from experiments.frontier.catalog import BY_TYPE, OURS, PAPERS, PEERS, TUNING_SEEDS, UNIFORM, Setting
 from experiments.frontier.lines import best_factor, lines_of
 from experiments.packages import not_installed
 from experiments.runs import Row, RunOptions, Store
@@ -49,9 +49,14 @@ def run(
     stream = stream or sys.stderr
     chosen = _installed(chosen, stream)
     grid = methods.get(REFERENCE).lr_factors
-    tries = [_job(setting, REFERENCE, TUNING_SEED, factor, options, grid) for setting in settings for factor in grid]
+    tries = [
+        _job(setting, REFERENCE, seed, factor, options, grid)
+        for setting in settings
+        for seed in TUNING_SEEDS[:seeds]
+        for factor in grid
+    ]
     run_all(tries, store, workers, stream)
-    for seed in range(TUNING_SEED, TUNING_SEED + seeds):
+    for seed in range(seeds):
         run_all(list(jobs_of(settings, chosen, store, seed, options)), store, workers, stream)
 
 
@@ -61,9 +66,9 @@ def jobs_of(settings: Sequence[Setting], chosen: Chosen, store: Store, seed: int
         for setting in settings:
             for name in names:
                 grid = methods.get(name).lr_factors if name in (REFERENCE, *chosen.peers) else ()
-                if grid and seed == TUNING_SEED:
+                if grid and seed in (TUNING_SEEDS if name == REFERENCE else TUNING_SEEDS[:1]):
                     yield from (_job(setting, name, seed, factor, options, grid) for factor in grid)
-                elif seed < TUNING_SEED + 2 or not is_clear(store.rows, setting, name):
+                elif seed < 2 or not is_clear(store.rows, setting, name):
                     factor = best_factor(store.rows, setting, name if grid else REFERENCE)
                     yield _job(setting, name, seed, factor, options)
 

@@ -181,7 +181,7 @@ def test_the_frontier_trains_and_draws(tiny: str, tmp_path: Path) -> None:
     frontier.train([setting], chosen, tmp_path / "frontier", 2, RunOptions())
     rows = Store(tmp_path / "frontier").rows
     count = {name: sum(row["method"] == name for row in rows) for name in ("adamw32", "baoc@0.25", "colnorm", "adamw8")}
-    assert count == {"adamw32": 4, "baoc@0.25": 2, "colnorm": 2, "adamw8": 4}
+    assert count == {"adamw32": 6, "baoc@0.25": 2, "colnorm": 2, "adamw8": 4}
     factor = best_factor(rows, setting, "adamw32")
     assert {row["lr_factor"] for row in rows if row["method"] in ("baoc@0.25", "colnorm")} == {factor}
     files = frontier.write([setting], tmp_path / "frontier", ["some", "command"])

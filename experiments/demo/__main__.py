@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="python -m experiments.demo", description=(demo.__doc__ or "").partition("\n")[0])
     number = partial(at_least, 1)
-    parser.add_argument("--steps", metavar="N", type=number, default=300, help="of each run (default: %(default)s)")
+    parser.add_argument("--steps", metavar="N", type=number, default=200, help="of each run (default: %(default)s)")
     parser.add_argument(
         "--seeds", metavar="N", type=number, default=3, help="runs per optimizer (default: %(default)s)"
     )

@@ -17,6 +17,8 @@ _STYLES = (  # colour and line of each method; dashes let what lies below them b
     ("#2a78d6", (0, (3, 1.5))),
     ("#eb6834", "-"),
     ("#b3126b", "-"),
+    ("#7a3fc2", "-"),
+    ("#1b8a5a", "-"),
 )
 _INK, _MUTED, _GRID = "#1f2328", "#59636e", "#e6e8eb"
 _SMOOTH = 40  # a loss is averaged over this part of the run, twice
@@ -63,7 +65,7 @@ def _trade_off(axes: Any, results: Results, reference: int) -> tuple[list[Point]
     """The points to be labelled, and what the labels must not cover."""
     points, bars = [], []
     for (name, runs), (colour, _) in zip(results.items(), _STYLES):
-        share = 100 * max(run.state_bytes for run in runs) / reference
+        share = max(1.0, 100 * max(run.state_bytes for run in runs) / reference)  # zero has no logarithm
         losses = [run.test_loss for run in runs]
         loss, spread = statistics.mean(losses), statistics.stdev(losses) if len(losses) > 1 else 0.0
         # not errorbar(), whose lines do not know where they are
@@ -74,9 +76,9 @@ def _trade_off(axes: Any, results: Results, reference: int) -> tuple[list[Point]
     axes.set_xlabel("optimizer state held, of 16-bit AdamW's")
     axes.set_ylabel("test loss (mean ± std; lower is better)")
     axes.set_xscale("log", base=2)
-    axes.set_xlim(10, 450)
+    axes.set_xlim(0.5, 450)
     axes.xaxis.set_major_formatter(lambda percent, _: f"{percent:g}%")
-    axes.set_xticks([12.5, 25, 50, 100, 200, 400])
+    axes.set_xticks([1, 3, 6, 12, 25, 50, 100, 200, 400])
     axes.margins(y=0.25)
     return points, bars
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +43,42 @@ def test_a_list_of_runs_is_trained_once(workers: int, tiny: str, tmp_path: Path)
         run_all(jobs, store, workers)
     assert len(Store(tmp_path / "out").rows) == 2
     assert all(row["phase"] == "final" and row["lr_grid"] == [1.0] for row in store.rows)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux who is alive")
+def test_no_process_outlives_the_one_that_was_asked(tiny: str, tmp_path: Path) -> None:
+    code = f"""
+from experiments.runs import Cell, Store
+from experiments.runs.batch import Job, run_all
+if __name__ == "__main__":
+    with Store({str(tmp_path / "out")!r}).writing("some") as store:
+        run_all([Job(Cell({tiny!r}, "adamw32", seed, 1.0, 10**6)) for seed in range(2)], store, 2)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, str(script)], env=environment) as parent:
+        workers = _wait_for(lambda: found if len(found := _children(parent.pid)) >= 2 else [])
+        parent.kill()
+    assert workers and _wait_for(lambda: not [pid for pid in workers if _is_alive(pid)])
+
+
+def _children(pid: int) -> list[int]:
+    """Those that train: another, which only cleans up, ends by itself."""
+    found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [child for child in found if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def _is_alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def _wait_for(found: Callable[[], Any], seconds: float = 120.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (value := found()) and time.monotonic() < end:
+        time.sleep(0.2)
+    return value
 
 
 def test_runs_with_other_settings_are_refused(tiny: str, tmp_path: Path) -> None:

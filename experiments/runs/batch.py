@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -75,7 +76,7 @@ def _trained(jobs: Sequence[Job], store: Store, workers: int) -> Iterator[tuple[
         return
     context = multiprocessing.get_context("spawn")  # a fork would share torch's threads
     threads = max(1, (os.cpu_count() or 1) // workers)
-    with ProcessPoolExecutor(workers, context, torch.set_num_threads, (threads,)) as pool:
+    with ProcessPoolExecutor(workers, context, _begin_worker, (threads,)) as pool:
         futures = {pool.submit(_train, job, store.running(job.cell)): job for job in jobs}
         try:
             for future in as_completed(futures):
@@ -83,6 +84,19 @@ def _trained(jobs: Sequence[Job], store: Store, workers: int) -> Iterator[tuple[
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _begin_worker(threads: int) -> None:
+    torch.set_num_threads(threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A pool's process would go on with the runs that are queued for it, though nobody writes them down."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _train(job: Job, folder: Path) -> Row:

@@ -27,6 +27,7 @@ CONFIGURATIONS = {
     "hidden=muon-8; head": _EDGES,
 }
 """By role, the most telling first. A role may be swapped where another has been: what is lost there may differ."""
+_LONG = 400
 FIRST = {"hidden": 5, "embedding": 3, "head": 3, "hidden=muon-8; embedding": 3, "hidden=muon-8; head": 3}
 """How many of them all workloads get before any gets the others."""
 OF_BLOCKS = ("spectral", "colnorm")
@@ -48,6 +49,11 @@ class Setting:
     """What is learned from it is used; if not, it is what that is checked with."""
     blocks: tuple[str, ...] = ()
     """Parameters that are swapped one at a time too."""
+
+    @property
+    def label(self) -> str:
+        """Tells it from a longer one of the same workload."""
+        return self.workload if self.steps < _LONG else f"{self.workload}, {self.steps} steps"
 
     def cell(self, method: str, seed: int) -> Cell:
         return Cell(self.workload, method, seed, self.lr_factor, self.steps)

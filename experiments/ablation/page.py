@@ -64,7 +64,7 @@ def _settings_part(settings: Sequence[Setting], effects: Effects) -> list[str]:
 
 
 def _role_part(role: str, settings: Sequence[Setting], effects: Effects) -> list[str]:
-    found = {setting.workload: of[role] for setting in settings if (of := effects.by_role(setting))[role]}
+    found = {setting.label: of[role] for setting in settings if (of := effects.by_role(setting)).get(role)}
     if not found:
         return []
     rows = []

@@ -217,10 +217,11 @@ INLINE void advance_dense(int mechanism, int m_type, int v_type, tile *t)
     if (shares(mechanism, m_type, v_type) && has_spike(t->all.g, n))
         leave_spikes_out(t, 0, n);
     const common all = t->all;
+    const int is_slow = m_type == BF16 && v_type == FACTORED; /* so much arithmetic that they would be late */
     progress at = start(&all, 0);
     int i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
-        if (all.in_planes) { /* processors see other streams coming by themselves */
+        if (all.in_planes || is_slow) { /* processors see other streams coming by themselves */
             fetch_floats(all.g_ahead, i);
             fetch_floats(all.p_ahead, i);
         }

@@ -30,8 +30,8 @@ def orthogonalised(
 ) -> Tensor:
     """Matrices of shape ``(batch, rows, cols)`` with their singular values brought near one.
 
-    Holds one copy of the batch and two Gram matrices of each, in ``scratch`` if it is given, besides the input, which is
-    overwritten. The result is in one of the two.
+    Holds one copy of the batch and two Gram matrices of each, in ``scratch`` if it is given, besides the input, which
+    is overwritten. The result is in one of the two.
 
     >>> x = torch.randn(1, 4, 9, generator=torch.Generator().manual_seed(0))
     >>> bool(((orthogonalised(x, POLAR_EXPRESS) @ x.mT).diagonal(dim1=1, dim2=2) > 0).all())
@@ -40,9 +40,10 @@ def orthogonalised(
     batch, side, length = stacked.shape[0], min(stacked.shape[-2:]), max(stacked.shape[-2:])
     is_tall = stacked.shape[-2] > stacked.shape[-1]
     shapes = (batch, side, length), (batch, side, side), (batch, side, side)
-    sizes = [math.prod(shape) for shape in shapes]
+    sizes = [aligned(math.prod(shape)) for shape in shapes]
     scratch = stacked.new_empty(sum(sizes)) if scratch is None else scratch[: sum(sizes)]
-    copy, gram, polynomial = (part.view(shape) for part, shape in zip(scratch.split_with_sizes(sizes), shapes))
+    parts = zip(scratch.split_with_sizes(sizes), shapes)
+    copy, gram, polynomial = (part[: math.prod(shape)].view(shape) for part, shape in parts)
     x, other = (copy.copy_(stacked.mT), stacked.view(copy.shape)) if is_tall else (stacked, copy)
     for order in (torch.inf, 2):  # first the largest element: squares of tiny gradients would vanish
         x.div_(torch.linalg.vector_norm(x, order, dim=(-2, -1), keepdim=True).clamp_(min=_SMALLEST_NORM))
@@ -54,7 +55,11 @@ def orthogonalised(
     return other.view(stacked.shape).copy_(x.mT) if is_tall else x
 
 
+def aligned(numel: int) -> int:
+    """Rounded up to whole lines of a cache: what matrix products make of a matrix depends on where it begins."""
+    return -(-numel // 16) * 16
+
+
 def workspace(rows: int, cols: int) -> int:
     """Elements that one matrix needs while it is made orthogonal, itself included."""
-    side = min(rows, cols)
-    return 2 * rows * cols + 2 * side * side
+    return rows * cols + aligned(rows * cols) + 2 * aligned(min(rows, cols) ** 2)

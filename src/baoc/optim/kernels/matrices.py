@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from baoc.core.mechanisms.newton_schulz import aligned
 from baoc.core.roles import as_matrices
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.update import Update, row_tiles
@@ -75,7 +76,7 @@ def _stacked(batch: Sequence[Job], by_rows: Rows, memory: Tensor) -> tuple[Tenso
     """The directions of a batch as one stack of matrices, and the memory that is left."""
     sizes = [job.param.numel() for job in batch]
     is_whole = all(job.place.rows is None for job in batch)
-    flat, scratch = memory[: sum(sizes)].zero_(), memory[sum(sizes) :]
+    flat, scratch = memory[: sum(sizes)].zero_(), memory[aligned(sum(sizes)) :]
     local = [part.view(job.param.shape) for part, job in zip(flat.split_with_sizes(sizes), batch)]
     by_rows.directions(batch, local)
     matrix = as_matrices(batch[0].layout.shape)[1:]
@@ -108,7 +109,7 @@ def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
 def _held(job: Job) -> int:
     """Elements of memory that a job takes: its direction's, and the scratch of its matrices."""
     matrices, rows, cols = as_matrices(job.layout.shape)
-    return job.param.numel() + matrices * job.layout.mechanism.scratch(rows, cols)
+    return aligned(job.param.numel()) + matrices * job.layout.mechanism.scratch(rows, cols)
 
 
 def _workspace(job: Job) -> int:

@@ -8,8 +8,9 @@ from setuptools.errors import CCompilerError, ExecError, PlatformError
 
 FOLDER = Path("src/baoc/optim/kernels/native")
 # Results must not depend on the instruction set, so no contraction and no fast math; what sqrt and comparisons do to
-# errno and traps is of no use here and would keep loops from being vectorised.
-FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+# errno and traps is of no use here and would keep loops from being vectorised, and so would indices that wrap around,
+# which the flags that Python was built with ask for.
+FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-wrapv"]
 OPENMP = ["-fopenmp"]
 
 

@@ -80,9 +80,17 @@ class Mechanism(ABC):
         """``MATRIX``: what becomes of directions, shape ``(batch, rows, cols)``. Equal shapes come in one batch."""
         raise NotImplementedError(f"{self.name} reaches over matrices, but has no finish")
 
+    def finish_in(self, stacked: Tensor, scratch: Tensor, scalars: Scalars) -> Tensor:
+        """``MATRIX``: the same, for those that can do with :meth:`scratch` elements for each matrix; may be a view."""
+        return self.finish(stacked, scalars)
+
     def workspace(self, rows: int, cols: int) -> int:
         """``MATRIX``: elements that :meth:`finish` needs for one matrix, itself included."""
         return 2 * rows * cols
+
+    def scratch(self, rows: int, cols: int) -> int:
+        """``MATRIX``: those of them that :meth:`finish_in` takes from what it is given."""
+        return 0
 
     def operations(self, rows: int, cols: int) -> int:
         """``MATRIX``: of the products of matrices in :meth:`finish`, for one matrix, with default settings."""

@@ -43,14 +43,21 @@ class Spectral(Normalised):
         return super().scalars(hyper, ages) | iterations
 
     def finish(self, stacked: Tensor, scalars: Scalars) -> Tensor:
+        batch, *shape = stacked.shape
+        return self.finish_in(stacked, stacked.new_empty(batch * self.scratch(*shape)), scalars)
+
+    def finish_in(self, stacked: Tensor, scratch: Tensor, scalars: Scalars) -> Tensor:
         # An orthogonal matrix has min(rows, cols) singular values of one: this is what makes its RMS one.
-        return orthogonalised(stacked, _coefficients(scalars)).mul_(math.sqrt(max(stacked.shape[-2:])))
+        return orthogonalised(stacked, _coefficients(scalars), scratch).mul_(math.sqrt(max(stacked.shape[-2:])))
 
     def workspace(self, rows: int, cols: int) -> int:
         return workspace(rows, cols)
 
     def operations(self, rows: int, cols: int) -> int:
         return operations(rows, cols, len(POLAR_EXPRESS))
+
+    def scratch(self, rows: int, cols: int) -> int:
+        return workspace(rows, cols) - rows * cols
 
 
 class Muon(Spectral):

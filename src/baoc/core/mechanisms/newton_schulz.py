@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -24,22 +25,28 @@ MUON: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 _SMALLEST_NORM = torch.finfo(torch.float32).tiny
 
 
-def orthogonalised(stacked: Tensor, coefficients: Sequence[tuple[float, float, float]]) -> Tensor:
+def orthogonalised(
+    stacked: Tensor, coefficients: Sequence[tuple[float, float, float]], scratch: Tensor | None = None
+) -> Tensor:
     """Matrices of shape ``(batch, rows, cols)`` with their singular values brought near one.
 
-    Holds one copy of the batch and two Gram matrices of each, besides the input, which is overwritten.
+    Holds one copy of the batch and two Gram matrices of each, in ``scratch`` if it is given, besides the input, which
+    is overwritten. The result is in one of the two.
 
     >>> x = torch.randn(1, 4, 9, generator=torch.Generator().manual_seed(0))
     >>> bool(((orthogonalised(x, POLAR_EXPRESS) @ x.mT).diagonal(dim1=1, dim2=2) > 0).all())
     True
     """
+    batch, side, length = stacked.shape[0], min(stacked.shape[-2:]), max(stacked.shape[-2:])
     is_tall = stacked.shape[-2] > stacked.shape[-1]
-    x = stacked.mT.contiguous() if is_tall else stacked
+    shapes = (batch, side, length), (batch, side, side), (batch, side, side)
+    sizes = [aligned(math.prod(shape)) for shape in shapes]
+    scratch = stacked.new_empty(sum(sizes)) if scratch is None else scratch[: sum(sizes)]
+    parts = zip(scratch.split_with_sizes(sizes), shapes)
+    copy, gram, polynomial = (part[: math.prod(shape)].view(shape) for part, shape in parts)
+    x, other = (copy.copy_(stacked.mT), stacked.view(copy.shape)) if is_tall else (stacked, copy)
     for order in (torch.inf, 2):  # first the largest element: squares of tiny gradients would vanish
         x.div_(torch.linalg.vector_norm(x, order, dim=(-2, -1), keepdim=True).clamp_(min=_SMALLEST_NORM))
-    other = stacked.view(x.shape) if is_tall else torch.empty_like(x)  # of a tall one, x is the copy
-    gram = x.new_empty(x.shape[0], x.shape[1], x.shape[1])  # (batch, side, side), of the shorter side
-    polynomial = torch.empty_like(gram)
     for a, b, c in coefficients:
         torch.bmm(x, x.mT, out=gram)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
@@ -48,10 +55,14 @@ def orthogonalised(stacked: Tensor, coefficients: Sequence[tuple[float, float, f
     return other.view(stacked.shape).copy_(x.mT) if is_tall else x
 
 
+def aligned(numel: int) -> int:
+    """Rounded up to whole lines of a cache: what matrix products make of a matrix depends on where it begins."""
+    return -(-numel // 16) * 16
+
+
 def workspace(rows: int, cols: int) -> int:
     """Elements that one matrix needs while it is made orthogonal, itself included."""
-    side = min(rows, cols)
-    return 2 * rows * cols + 2 * side * side
+    return rows * cols + aligned(rows * cols) + 2 * aligned(min(rows, cols) ** 2)
 
 
 def operations(rows: int, cols: int, iterations: int) -> int:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from baoc.core.mechanisms.newton_schulz import aligned
 from baoc.core.roles import as_matrices
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.update import Update, row_tiles
@@ -49,29 +50,39 @@ class EagerRows:
 def run_matrices(jobs: Iterable[Job], tile_numel: int, by_rows: Rows | None = None) -> None:
     """Run jobs whose mechanism reaches over matrices."""
     by_rows = by_rows or EagerRows(tile_numel)
-    for batch in batches(jobs):
-        local, stacked = _stacked(batch, by_rows)
-        counts = [as_matrices(job.layout.shape)[0] for job in batch]
-        finished = batch[0].layout.mechanism.finish(stacked, batch[0].scalars).split_with_sizes(counts)
-        del local, stacked
-        directions = []
-        for job, whole in zip(batch, finished):
-            direction = job.place.scatter(whole.reshape(_whole_shape(job)))
-            directions.append(Update(job).adapt(direction, row_tiles(job.param.shape, tile_numel)))
-        by_rows.move(batch, directions)
+    found = list(batches(jobs))
+    # one piece of memory for all of them: allocators do not give back what batches of many sizes leave between them
+    needed: dict[torch.device, int] = {}
+    for batch in found:
+        device = batch[0].param.device
+        needed[device] = max(needed.get(device, 0), sum(map(_held, batch)))
+    memory = {device: torch.empty(numel, dtype=torch.float32, device=device) for device, numel in needed.items()}
+    for batch in found:
+        _run_batch(batch, tile_numel, by_rows, memory[batch[0].param.device])
 
 
-def _stacked(batch: Sequence[Job], by_rows: Rows) -> tuple[list[Tensor], Tensor]:
-    """The directions of a batch, each as this rank's rows and all of them as one stack of matrices."""
-    device, sizes = batch[0].param.device, [job.param.numel() for job in batch]
+def _run_batch(batch: Sequence[Job], tile_numel: int, by_rows: Rows, memory: Tensor) -> None:
+    stacked, scratch = _stacked(batch, by_rows, memory)
+    counts = [as_matrices(job.layout.shape)[0] for job in batch]
+    finished = batch[0].layout.mechanism.finish_in(stacked, scratch, batch[0].scalars).split_with_sizes(counts)
+    directions = []
+    for job, whole in zip(batch, finished):
+        direction = job.place.scatter(whole.reshape(_whole_shape(job)))
+        directions.append(Update(job).adapt(direction, row_tiles(job.param.shape, tile_numel)))
+    by_rows.move(batch, directions)
+
+
+def _stacked(batch: Sequence[Job], by_rows: Rows, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """The directions of a batch as one stack of matrices, and the memory that is left."""
+    sizes = [job.param.numel() for job in batch]
     is_whole = all(job.place.rows is None for job in batch)
-    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+    flat, scratch = memory[: sum(sizes)].zero_(), memory[aligned(sum(sizes)) :]
     local = [part.view(job.param.shape) for part, job in zip(flat.split_with_sizes(sizes), batch)]
     by_rows.directions(batch, local)
     matrix = as_matrices(batch[0].layout.shape)[1:]
     if is_whole:
-        return local, flat.view(-1, *matrix)
-    return local, torch.cat([job.place.gather(each).reshape(-1, *matrix) for job, each in zip(batch, local)])
+        return flat.view(-1, *matrix), scratch
+    return torch.cat([job.place.gather(each).reshape(-1, *matrix) for job, each in zip(batch, local)]), scratch
 
 
 def _whole_shape(job: Job) -> tuple[int, ...]:
@@ -93,6 +104,12 @@ def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
                 batch = []
             batch.append(job)
         yield batch
+
+
+def _held(job: Job) -> int:
+    """Elements of memory that a job takes: its direction's, and the scratch of its matrices."""
+    matrices, rows, cols = as_matrices(job.layout.shape)
+    return aligned(job.param.numel()) + matrices * job.layout.mechanism.scratch(rows, cols)
 
 
 def _workspace(job: Job) -> int:

@@ -72,9 +72,22 @@ INLINE vfloat decode_signed(vint code, int32_t base)
     return (vfloat)((vint)size | (code & INT32_MIN));
 }
 
+/* The same for four vectors, divided by SMALL_UNIT: the largest of half precision's small numbers are that much below
+ * one, and it keeps the factor that brings them up a finite number. */
+#define SMALL_UNIT 0x1p16f
+
+INLINE void decode_four_signed(const int8_t *codes, int32_t base, vfloat *numbers)
+{
+    const float unit = as_float(base - (1 << 23)); /* half precision counts from 2^-14, and codes from twice the base */
+    for (int k = 0; k < 4; k += 2)
+        widen_small(codes + k * LANES, numbers + k);
+    for (int k = 0; k < 4; k++)
+        numbers[k] *= unit;
+}
+
 INLINE vfloat decode_unsigned(vint code, int32_t base)
 {
-    return keep_lanes(positive(code), (vfloat)((code << UNSIGNED_DROPPED) + base));
+    return unless_zero(code, (vfloat)((code << UNSIGNED_DROPPED) + base));
 }
 
 INLINE vint encode_signed(vfloat x, int32_t base, vint noise)
@@ -85,16 +98,19 @@ INLINE vint encode_signed(vfloat x, int32_t base, vint noise)
     return signed_like(above >> SIGNED_DROPPED, x);
 }
 
-/* Of positive numbers: v must never become zero under a momentum that is not, so its smallest code is above zero. */
+/* Of positive numbers, but for a bound: v must never become zero under a momentum that is not, so its smallest code is
+ * LEAST_CODE. */
+#define LEAST_CODE 1
+
 INLINE vint encode_positive(vfloat x, int32_t base, vint noise)
 {
-    const vint above = (vint)x - (base - least_noise(UNSIGNED_DROPPED)) + noise;
-    return larger_int(above >> UNSIGNED_DROPPED, vint_of(1));
+    return ((vint)x - (base - least_noise(UNSIGNED_DROPPED)) + noise) >> UNSIGNED_DROPPED;
 }
 
 INLINE vint encode_unsigned(vfloat x, int32_t base, vint noise)
 {
-    return smaller_int(encode_positive(x, base, noise), (vint)x); /* zero stays zero */
+    const vint code = larger_int(encode_positive(x, base, noise), vint_of(LEAST_CODE));
+    return smaller_int(code, (vint)x); /* zero stays zero */
 }
 
 #endif

@@ -6,27 +6,32 @@
 #include "sums.h"
 #include "tile.h"
 
-/* Adds the squares of part of a line to sums over columns; returns their own sum. */
-static double absorb_part(const float *g, int n, float *col_sums)
+/* Adds the squares of part of a line to sums over columns, if there are any; returns their own sum. */
+INLINE double absorb_part(const float *g, int n, float *col_sums)
 {
     lanes row = {0};
     int i = 0;
-    for (; i + SUM_LANES <= n; i += SUM_LANES)
+    for (; i + SUM_LANES <= n; i += SUM_LANES) {
+        __builtin_prefetch((const void *)((uintptr_t)(g + i) + sizeof(float) * TILE)); /* processors stop at a page's end */
         for (int k = 0; k < SUM_VECTORS; k++) {
             const int at = i + k * LANES;
             const vfloat each = without_spikes(load(g + at, LANES)), square = each * each;
             row.part[k] += square;
-            store(col_sums + at, load(col_sums + at, LANES) + square, LANES);
+            if (col_sums)
+                store(col_sums + at, load(col_sums + at, LANES) + square, LANES);
         }
+    }
     float tail[SUM_LANES];
     for (int at = i; at < n; at++) {
         tail[at - i] = without_spike(g[at]);
-        col_sums[at] += tail[at - i] * tail[at - i];
+        if (col_sums)
+            col_sums[at] += tail[at - i] * tail[at - i];
     }
     return sum_of(&row, tail, n - i, 1);
 }
 
-/* Adds the squared gradients of some lines of one matrix to sums over its columns, and sets the means of its rows. */
+/* Adds the squared gradients of some lines of one matrix to sums over its columns, if there are any, and sets the means of
+ * its rows. */
 static void ISA(absorb)(const job *job, int64_t first, int64_t lines, float *row_means, float *col_sums)
 {
     const int64_t cols = job->words->cols;
@@ -35,7 +40,8 @@ static void ISA(absorb)(const job *job, int64_t first, int64_t lines, float *row
         double total = 0;
         for (int64_t column = 0; column < cols; column += TILE) {
             const int n = (int)(cols - column < TILE ? cols - column : TILE);
-            total += absorb_part(gradient(job, first + line * cols + column, n, scratch), n, col_sums + column);
+            const float *g = gradient(job, first + line * cols + column, n, scratch);
+            total += col_sums ? absorb_part(g, n, col_sums + column) : absorb_part(g, n, NULL);
         }
         row_means[line] = (float)(total / (double)cols);
     }

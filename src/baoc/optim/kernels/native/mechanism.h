@@ -8,6 +8,7 @@
 typedef struct {
     float step, shrink;
     float m_keep, m_add, v_keep, v_add;
+    float m_keep_small; /* m_keep, of an m that is divided by SMALL_UNIT */
     float of_m, of_grad;
     float root_scale, v_floor, root_floor, inverse_ceiling, eps;
     float root_over_step, eps_over_step;     /* Adam's denominator, divided by the step's length */
@@ -23,6 +24,7 @@ static numbers numbers_of(const job *job, double factor)
         .step = (float)step,
         .shrink = (float)s->shrink,
         .m_keep = (float)s->m_keep,
+        .m_keep_small = (float)s->m_keep * SMALL_UNIT,
         .m_add = (float)s->m_add,
         .v_keep = (float)s->v_keep,
         .v_add = (float)s->v_add,

@@ -123,6 +123,29 @@ static void add_strips(const job_words *w, scratch *s)
         s->col[i] /= (float)w->rows;
 }
 
+/* Rows alone: each one's factor is known as soon as it is absorbed, so it is updated while it is in the cache. */
+static int is_by_rows(const job_words *w) { return w->mechanism == ADAM && w->v_row.type == FP32 && !w->v_col.type; }
+
+static void run_rows(const job *job, const kernel *k, team team, scratch *s)
+{
+    const job_words *w = job->words;
+    const int64_t strips = strip_count(w), height = SPAN / w->cols + 1;
+    const factors f = {0, s->row, s->col};
+    if (team.rank == 0)
+        fill_ones(s->col, w->cols);
+    meet(team);
+    for (int64_t strip = team.rank; strip < strips; strip += team.size) {
+        const int64_t end = (strip + 1) * w->rows / strips;
+        for (int64_t from = strip * w->rows / strips, lines; from < end; from += lines) {
+            lines = smaller(height, end - from);
+            k->absorb(job, from * w->cols, lines, s->row + from, NULL);
+            k->blend(&w->v_row, job, w->rows, from, lines, s->row + from);
+            k->take_root(s->row + from, lines, 0);
+            k->update(job, &f, 1.0, from * w->cols, lines * w->cols);
+        }
+    }
+}
+
 /* One matrix: strips of rows, then columns added up over the strips. */
 static void absorb_matrix(const job *job, const kernel *k, team team, scratch *s)
 {
@@ -310,6 +333,10 @@ static void run_whole(const job *job, const kernel *k, team team, scratch *s)
     const job_words *w = job->words;
     if (is_stack(w)) {
         run_stack(job, k, team, s);
+        return;
+    }
+    if (w->v.type == FACTORED && is_by_rows(w)) {
+        run_rows(job, k, team, s);
         return;
     }
     factors f = {0, s->row, s->col};

@@ -88,8 +88,10 @@ INLINE vfloat load_all(const float *from)
 INLINE void store_all(float *to, vfloat x) { memcpy(to, &x, sizeof x); }
 
 /* fused_add is a * b + c and fused_subtract a * b - c, in one rounding where there is an instruction for it. Bytes are
- * narrowed with saturation; store_four takes four vectors at once, for fewer instructions. signed_like negates where the
- * other one has a sign (and may make zero of what it has a zero for). */
+ * narrowed with saturation; store_four takes four vectors at once, for fewer instructions, and no number below `least`.
+ * signed_like negates where the other one has a sign (and may make zero of what it has a zero for). unless_zero is for
+ * codes that have no sign. widen_small reads the numbers of two vectors as half precision would have them that keeps a
+ * sign, three bits of exponent and four of the fraction. */
 #if defined(USE_AVX512)
 
 typedef __mmask16 vmask;
@@ -106,7 +108,7 @@ INLINE vint larger_int(vint a, vint b) { return (vint)_mm512_max_epi32((__m512i)
 INLINE vint smaller_int(vint a, vint b) { return (vint)_mm512_min_epi32((__m512i)a, (__m512i)b); }
 INLINE int32_t largest_lane(vint x) { return _mm512_reduce_max_epi32((__m512i)x); }
 INLINE vint absolute(vint x) { return (vint)_mm512_abs_epi32((__m512i)x); }
-INLINE vmask positive(vint x) { return _mm512_cmpgt_epi32_mask((__m512i)x, _mm512_setzero_si512()); }
+INLINE vfloat unless_zero(vint code, vfloat x) { return (vfloat)_mm512_maskz_mov_ps(_mm512_test_epi32_mask((__m512i)code, (__m512i)code), (__m512)x); }
 INLINE vfloat smaller_of(vfloat a, vfloat b) { return (vfloat)_mm512_min_ps((__m512)a, (__m512)b); }
 INLINE vint signed_like(vint x, vfloat sign)
 {
@@ -135,10 +137,19 @@ INLINE void store_four_i8(int8_t *to, const vint *x)
     _mm512_storeu_si512((void *)to, in_order(_mm512_packs_epi16(low, high)));
 }
 
-INLINE void store_four_u8(uint8_t *to, const vint *x)
+INLINE void store_four_u8(uint8_t *to, const vint *x, uint8_t least)
 {
     __m512i low = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]), high = _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]);
-    _mm512_storeu_si512((void *)to, in_order(_mm512_packus_epi16(low, high)));
+    _mm512_storeu_si512((void *)to, _mm512_max_epu8(in_order(_mm512_packus_epi16(low, high)), _mm512_set1_epi8((char)least)));
+}
+
+INLINE void widen_small(const int8_t *from, vfloat *to)
+{
+    const __m512i code = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)from));
+    const __m512i sign = _mm512_and_si512(code, _mm512_set1_epi16(INT16_MIN));
+    const __m512i half = _mm512_or_si512(_mm512_slli_epi16(_mm512_abs_epi16(code), 6), sign);
+    to[0] = (vfloat)_mm512_cvtph_ps(_mm512_castsi512_si256(half));
+    to[1] = (vfloat)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
 }
 
 #elif defined(USE_AVX2)
@@ -164,7 +175,7 @@ INLINE int32_t largest_lane(vint x)
 }
 
 INLINE vint absolute(vint x) { return (vint)_mm256_abs_epi32((__m256i)x); }
-INLINE vmask positive(vint x) { return x > 0; }
+INLINE vfloat unless_zero(vint code, vfloat x) { return (vfloat)_mm256_sign_epi32((__m256i)x, (__m256i)code); }
 INLINE vfloat smaller_of(vfloat a, vfloat b) { return (vfloat)_mm256_min_ps((__m256)a, (__m256)b); }
 INLINE vint signed_like(vint x, vfloat sign) { return (vint)_mm256_sign_epi32((__m256i)x, (__m256i)sign); }
 INLINE vint widen_u16(const uint16_t *from) { return (vint)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)); }
@@ -194,10 +205,19 @@ INLINE void store_four_i8(int8_t *to, const vint *x)
     _mm256_storeu_si256((__m256i *)to, in_order(_mm256_packs_epi16(low, high)));
 }
 
-INLINE void store_four_u8(uint8_t *to, const vint *x)
+INLINE void store_four_u8(uint8_t *to, const vint *x, uint8_t least)
 {
     __m256i low = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]), high = _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]);
-    _mm256_storeu_si256((__m256i *)to, in_order(_mm256_packus_epi16(low, high)));
+    _mm256_storeu_si256((__m256i *)to, _mm256_max_epu8(in_order(_mm256_packus_epi16(low, high)), _mm256_set1_epi8((char)least)));
+}
+
+INLINE void widen_small(const int8_t *from, vfloat *to)
+{
+    const __m256i code = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
+    const __m256i sign = _mm256_and_si256(code, _mm256_set1_epi16(INT16_MIN));
+    const __m256i half = _mm256_or_si256(_mm256_slli_epi16(_mm256_abs_epi16(code), 6), sign);
+    to[0] = (vfloat)_mm256_cvtph_ps(_mm256_castsi256_si128(half));
+    to[1] = (vfloat)_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
 }
 
 #else
@@ -238,7 +258,7 @@ INLINE int32_t largest_lane(vint x)
 }
 
 INLINE vint absolute(vint x) { return larger_int(x, -x); }
-INLINE vmask positive(vint x) { return x > 0; }
+INLINE vfloat unless_zero(vint code, vfloat x) { return keep_lanes(code != 0, x); }
 INLINE vfloat smaller_of(vfloat a, vfloat b) { return choose(a < b, a, b); }
 INLINE vint signed_like(vint x, vfloat sign) { return choose_int((vint)sign < 0, -x, x); }
 
@@ -260,19 +280,35 @@ INLINE void narrow_16(uint16_t *to, vint x)
         to[i] = (uint16_t)x[i];
 }
 
-#define DEFINE_NARROW(name, element, least, most, store_four)                         \
+#define DEFINE_NARROW(name, element, least, most)                                     \
     INLINE void name(element *to, vint x)                                             \
     {                                                                                 \
         for (int i = 0; i < LANES; i++)                                               \
             to[i] = (element)(x[i] < (least) ? (least) : x[i] > (most) ? (most) : x[i]); \
-    }                                                                                 \
-    INLINE void store_four(element *to, const vint *x)                                \
-    {                                                                                 \
-        for (int k = 0; k < 4; k++)                                                   \
-            name(to + k * LANES, x[k]);                                               \
     }
-DEFINE_NARROW(narrow_i8, int8_t, INT8_MIN, INT8_MAX, store_four_i8)
-DEFINE_NARROW(narrow_u8, uint8_t, 0, UINT8_MAX, store_four_u8)
+DEFINE_NARROW(narrow_i8, int8_t, INT8_MIN, INT8_MAX)
+DEFINE_NARROW(narrow_u8, uint8_t, 0, UINT8_MAX)
+
+INLINE void store_four_i8(int8_t *to, const vint *x)
+{
+    for (int k = 0; k < 4; k++)
+        narrow_i8(to + k * LANES, x[k]);
+}
+
+INLINE void store_four_u8(uint8_t *to, const vint *x, uint8_t least)
+{
+    for (int k = 0; k < 4; k++)
+        narrow_u8(to + k * LANES, larger_int(x[k], vint_of(least)));
+}
+
+INLINE void widen_small(const int8_t *from, vfloat *to)
+{
+    for (int k = 0; k < 2; k++) {
+        const vint code = widen_i8(from + k * LANES);
+        const vfloat number = (vfloat)((absolute(code) << 19) + (112 << 23));
+        to[k] = (vfloat)((vint)smaller_of(number, number * 2.0f - 0x1p-14f) | (code & INT32_MIN));
+    }
+}
 
 #endif
 

@@ -12,7 +12,7 @@
 typedef struct {
     void *data;         /* dense numbers or codes */
     uint8_t *exponents; /* int8: one for each group */
-    float *fresh;       /* scratch for new values that cannot be stored yet; of a factored v, its expanded root */
+    float *fresh;       /* scratch for new values that cannot be stored yet */
     uint32_t phase;
 } slot;
 
@@ -26,6 +26,7 @@ typedef struct {
     uintptr_t g_ahead, p_ahead; /* addresses of what comes after the tile */
     int in_planes;
     slot m, v;
+    float *v_root; /* of a factored v as it is expanded, else scratch for groups that wait for their exponent */
 } common;
 
 typedef struct {
@@ -41,15 +42,30 @@ typedef struct {
 } bases;
 
 /* Old values of a slot. */
-INLINE vfloat read(int type, int is_signed, const slot *s, int32_t base, int i, int count)
+INLINE vfloat read(int type, const slot *s, int i, int count)
 {
-    switch (type) {
-    case BF16: return decode_bf16(load_u16((const uint16_t *)s->data + i, count));
-    case INT8:
-        return is_signed ? decode_signed(load_i8((const int8_t *)s->data + i, count), base)
-                         : decode_unsigned(load_u8((const uint8_t *)s->data + i, count), base);
-    default: return load((const float *)s->data + i, count);
+    return type == BF16 ? decode_bf16(load_u16((const uint16_t *)s->data + i, count)) : load((const float *)s->data + i, count);
+}
+
+INLINE vfloat read_second(int type, const slot *s, int32_t base, int i, int count)
+{
+    return type == INT8 ? decode_unsigned(load_u8((const uint8_t *)s->data + i, count), base) : read(type, s, i, count);
+}
+
+/* Those of a momentum for up to four vectors, in int8 divided by SMALL_UNIT. */
+INLINE void read_momentum(int type, const slot *s, int32_t base, int i, int count, vfloat *m)
+{
+    int8_t part[4 * LANES];
+    const int8_t *codes = (const int8_t *)s->data + i;
+    if (type == INT8 && count < 4 * LANES) {
+        memset(part, 0, sizeof part);
+        memcpy(part, codes, (size_t)count);
+        codes = part;
     }
+    if (type == INT8)
+        decode_four_signed(codes, base, m);
+    for (int k = 0; type && type != INT8 && k * LANES < count; k++)
+        m[k] = read(type, s, i + k * LANES, lanes_left(count, k * LANES));
 }
 
 /* An element without gradient must not move further than exact state would let it: its momentum is rounded toward zero,
@@ -94,33 +110,33 @@ INLINE int shares(int mechanism, int m_type, int v_type)
     return mechanism >= ADAFACTOR || m_type == INT8 || v_type == INT8 || v_type == FACTORED;
 }
 
-/* A vector's gradients and the new values of their slots; for a factored v, which has taken in the gradient already, its
- * root. */
+/* A vector's gradients, and the new values of their slots with the root of v, which is all there is of a factored one. */
 typedef struct {
-    vfloat g, m, v;
+    vfloat g, m, v, v_root;
 } values;
-
-/* Here and below, mechanism and types are known to the compiler wherever a function is called, so each use becomes a loop
- * of its own without branches. */
-INLINE values blend_vector(int m_type, int v_type, const common *t, bases base, int i, int count)
-{
-    values x = {.g = load(t->g + i, count)};
-    if (m_type)
-        x.m = fused_add(read(m_type, 1, &t->m, base.m, i, count), vfloat_of(t->c.m_keep), x.g * t->c.m_add);
-    if (v_type == FACTORED)
-        x.v = load(t->v.fresh + i, count);
-    else if (v_type)
-        x.v = fused_add(read(v_type, 0, &t->v, base.v, i, count), vfloat_of(t->c.v_keep), x.g * x.g * t->c.v_add);
-    return x;
-}
 
 /* The second moment is kept for each element. */
 INLINE int is_full(int v_type) { return v_type && v_type != FACTORED; }
 
+/* Here and below, mechanism and types are known to the compiler wherever a function is called, so each use becomes a loop
+ * of its own without branches. */
+INLINE values blend_vector(int m_type, int v_type, const common *t, vfloat m, bases base, int i, int count)
+{
+    values x = {.g = load(t->g + i, count)};
+    if (m_type)
+        x.m = fused_add(m, vfloat_of(m_type == INT8 ? t->c.m_keep_small : t->c.m_keep), x.g * t->c.m_add);
+    if (v_type == FACTORED)
+        x.v_root = load(t->v_root + i, count);
+    if (is_full(v_type)) {
+        x.v = fused_add(read_second(v_type, &t->v, base.v, i, count), vfloat_of(t->c.v_keep), x.g * x.g * t->c.v_add);
+        x.v_root = square_root(x.v);
+    }
+    return x;
+}
+
 INLINE void move_vector(int mechanism, int m_type, int v_type, const common *t, values x, int i, int count)
 {
-    const vfloat v_root = is_full(v_type) ? square_root(x.v) : x.v;
-    const vfloat by = direction(mechanism, m_type, v_type, &t->c, x.g, x.m, v_root);
+    const vfloat by = direction(mechanism, m_type, v_type, &t->c, x.g, x.m, x.v_root);
     store(t->p + i, fused_subtract(load(t->p + i, count), vfloat_of(t->c.shrink), by), count);
 }
 
@@ -161,28 +177,24 @@ static void show_spikes(const float *g, float *p, int n)
         p[i] += g[i] - g[i];
 }
 
-/* Memory is slow, and arithmetic that needs none of it can go on meanwhile: brings what comes after the tile. */
+/* Memory is slow, and arithmetic that needs none of it can go on meanwhile: brings what comes after the tile, for four
+ * vectors' worth of numbers. */
 #define LINE 64 /* bytes */
 
-INLINE void fetch_ahead(int m_type, int v_type, const common *t, int i, int count)
+INLINE void fetch_floats(uintptr_t ahead, int i)
 {
-    const uintptr_t m = (uintptr_t)t->m.data, v = (uintptr_t)t->v.data, next = (uintptr_t)(i + TILE);
-    for (int byte = 4 * i; byte < 4 * (i + count); byte += LINE) {
-        __builtin_prefetch((const void *)(t->g_ahead + (uintptr_t)byte), 0);
-        __builtin_prefetch((const void *)(t->p_ahead + (uintptr_t)byte), 1);
-    }
-    if (m_type == INT8)
-        __builtin_prefetch((const void *)(m + next), 1);
-    if (v_type == INT8)
-        __builtin_prefetch((const void *)(v + next), 1);
+    for (int byte = 0; byte < 16 * LANES; byte += LINE)
+        __builtin_prefetch((const void *)(ahead + (uintptr_t)(4 * i + byte)));
 }
+
+INLINE void fetch_codes(const slot *s, int i) { __builtin_prefetch((const void *)((uintptr_t)s->data + (uintptr_t)(i + TILE))); }
 
 /* ---- dense slots: one pass ---- */
 
 INLINE progress advance_vector(int mechanism, int m_type, int v_type, const common *t, progress at, int i, int count)
 {
     const bases none = {0, 0};
-    values x = blend_vector(m_type, v_type, t, none, i, count);
+    values x = blend_vector(m_type, v_type, t, m_type ? read(m_type, &t->m, i, count) : (vfloat){0}, none, i, count);
     move_vector(mechanism, m_type, v_type, t, x, i, count);
     const vfloat kept = store_v(v_type, t, x, at, i, count);
     if (m_type && v_type == BF16 && any_lane(is_idle(x.g)))
@@ -205,11 +217,14 @@ INLINE void advance_dense(int mechanism, int m_type, int v_type, tile *t)
     if (shares(mechanism, m_type, v_type) && has_spike(t->all.g, n))
         leave_spikes_out(t, 0, n);
     const common all = t->all;
+    const int is_slow = m_type == BF16 && v_type == FACTORED; /* so much arithmetic that they would be late */
     progress at = start(&all, 0);
     int i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
-        if (all.in_planes) /* processors see other streams coming by themselves */
-            fetch_ahead(m_type, v_type, &all, i, 4 * LANES);
+        if (all.in_planes || is_slow) { /* processors see other streams coming by themselves */
+            fetch_floats(all.g_ahead, i);
+            fetch_floats(all.p_ahead, i);
+        }
         for (int k = 0; k < 4; k++)
             at = advance_vector(mechanism, m_type, v_type, &all, at, i + k * LANES, LANES);
     }
@@ -222,15 +237,17 @@ INLINE void advance_dense(int mechanism, int m_type, int v_type, tile *t)
 /* ---- int8 slots: new values first, then what depends on the largest of a group ---- */
 
 /* New values are kept until the second pass. */
-INLINE progress take_in_vector(int m_type, int v_type, const common *t, bases base, progress at, int i, int count)
+INLINE progress take_in_vector(int m_type, int v_type, const common *t, vfloat m, bases base, progress at, int i, int count)
 {
-    const values x = blend_vector(m_type, v_type, t, base, i, count);
+    const values x = blend_vector(m_type, v_type, t, m, base, i, count);
     const vint g_size = (vint)(is_full(v_type) ? x.g * x.g : magnitude(x.g));
     at.g_least = smaller_int(at.g_least, count < LANES ? with_others(g_size, count, INT32_MAX) : g_size);
     if (m_type)
         store(t->m.fresh + i, x.m, count);
-    if (is_full(v_type))
+    if (is_full(v_type)) {
         store(t->v.fresh + i, x.v, count);
+        store(t->v_root + i, x.v_root, count);
+    }
     if (m_type == INT8)
         at.m_top = larger_int(at.m_top, (vint)magnitude(x.m));
     if (v_type == INT8)
@@ -244,6 +261,8 @@ INLINE values taken_in(int m_type, int v_type, const common *t, int i, int count
     if (m_type)
         x.m = load(t->m.fresh + i, count);
     if (v_type)
+        x.v_root = load(t->v_root + i, count);
+    if (is_full(v_type))
         x.v = load(t->v.fresh + i, count);
     return x;
 }
@@ -279,7 +298,9 @@ INLINE void settle_group(int mechanism, int m_type, int v_type, const common *t,
     progress at = start(t, i);
     for (; i + 4 * LANES <= end; i += 4 * LANES) {
         vint m[4], v[4];
-        fetch_ahead(m_type, v_type, t, i, 4 * LANES);
+        fetch_floats(t->p_ahead, i);
+        if (v_type == INT8)
+            fetch_codes(&t->v, i);
         for (int k = 0; k < 4; k++, at = next(at)) {
             const values x = taken_in(m_type, v_type, t, i + k * LANES, LANES);
             move_vector(mechanism, m_type, v_type, t, x, i + k * LANES, LANES);
@@ -291,7 +312,7 @@ INLINE void settle_group(int mechanism, int m_type, int v_type, const common *t,
         if (m_type == INT8)
             store_four_i8((int8_t *)t->m.data + i, m);
         if (v_type == INT8)
-            store_four_u8((uint8_t *)t->v.data + i, v);
+            store_four_u8((uint8_t *)t->v.data + i, v, LEAST_CODE);
     }
     for (; i < end; i += LANES, at = next(at)) {
         const int count = lanes_left(end, i);
@@ -302,7 +323,7 @@ INLINE void settle_group(int mechanism, int m_type, int v_type, const common *t,
         if (m_type == INT8)
             store_i8((int8_t *)t->m.data + i, code_of_m(x.m, base, at), count);
         if (v_type == INT8)
-            store_u8((uint8_t *)t->v.data + i, code_of_positive_v(x.v, base, at), count);
+            store_u8((uint8_t *)t->v.data + i, larger_int(code_of_positive_v(x.v, base, at), vint_of(LEAST_CODE)), count);
     }
 }
 
@@ -360,10 +381,21 @@ typedef struct {
 INLINE findings take_in_group(int m_type, int v_type, const common *t, bases base, int i, int end)
 {
     progress at = start(t, i);
-    for (; i + LANES <= end; i += LANES)
-        at = take_in_vector(m_type, v_type, t, base, at, i, LANES);
-    if (i < end)
-        at = take_in_vector(m_type, v_type, t, base, at, i, end - i);
+    for (; i + 4 * LANES <= end; i += 4 * LANES) {
+        vfloat m[4];
+        fetch_floats(t->g_ahead, i);
+        if (m_type == INT8)
+            fetch_codes(&t->m, i);
+        read_momentum(m_type, &t->m, base.m, i, 4 * LANES, m);
+        for (int k = 0; k < 4; k++)
+            at = take_in_vector(m_type, v_type, t, m[k], base, at, i + k * LANES, LANES);
+    }
+    if (i < end) {
+        vfloat m[4];
+        read_momentum(m_type, &t->m, base.m, i, end - i, m);
+        for (int k = 0; i < end; i += LANES, k++)
+            at = take_in_vector(m_type, v_type, t, m[k], base, at, i, lanes_left(end, i));
+    }
     findings found = {m_type == INT8 ? largest_lane(at.m_top) : 0, v_type == INT8 ? largest_lane(at.v_top) : 0, 0, 0};
     const int32_t least = -largest_lane(-at.g_least); /* negative if it is no number */
     found.needs_care = least < (v_type == INT8 ? bits_of(t->c.least_square) : 1);
@@ -422,30 +454,32 @@ INLINE void advance(int mechanism, int m_type, int v_type, tile *t)
         show_spikes(given_g, t->all.p, t->starts[t->groups]);
 }
 
+#define OF_V(X, mechanism, m_type) \
+    X(mechanism, m_type, FP32) X(mechanism, m_type, BF16) X(mechanism, m_type, INT8) X(mechanism, m_type, FACTORED)
+#define OF_M(X, mechanism, v_type) X(mechanism, FP32, v_type) X(mechanism, BF16, v_type) X(mechanism, INT8, v_type)
+#define ALL_CASES(X) \
+    X(SGD, NO_ARRAY, NO_ARRAY) OF_M(X, MOMENTUM, NO_ARRAY) OF_M(X, LION, NO_ARRAY) OF_V(X, ADAFACTOR, NO_ARRAY) \
+    OF_V(X, ADAM, FP32) OF_V(X, ADAM, BF16) OF_V(X, ADAM, INT8) \
+    X(AHEAD, NO_ARRAY, NO_ARRAY) OF_M(X, AHEAD, NO_ARRAY) \
+    X(BALANCED, NO_ARRAY, FACTORED) OF_M(X, BALANCED, FACTORED)
+
+/* A function for each: within a larger one, compilers run out of registers. */
+#define DEFINE_ADVANCE(mechanism, m_type, v_type)                                                          \
+    static __attribute__((noinline)) void advance_##mechanism##_##m_type##_##v_type(tile *t) \
+    {                                                                                                      \
+        advance(mechanism, m_type, v_type, t);                                                             \
+    }
+ALL_CASES(DEFINE_ADVANCE)
+
 #define CASE(mechanism, m_type, v_type) \
-    case (mechanism) * 100 + (m_type) * 10 + (v_type): advance(mechanism, m_type, v_type, t); break;
-#define CASES_OF_V(mechanism, m_type) \
-    CASE(mechanism, m_type, FP32) CASE(mechanism, m_type, BF16) CASE(mechanism, m_type, INT8) \
-    CASE(mechanism, m_type, FACTORED)
-#define CASES_OF_M(mechanism, v_type) \
-    CASE(mechanism, FP32, v_type) CASE(mechanism, BF16, v_type) CASE(mechanism, INT8, v_type)
+    case (mechanism) * 100 + (m_type) * 10 + (v_type): advance_##mechanism##_##m_type##_##v_type(t); break;
 
 /* A momentum of four bits is unpacked by now. */
 static void advance_tile(const job_words *w, tile *t)
 {
     const int64_t m_type = w->m.type == INT4 ? FP32 : w->m.type;
     switch (w->mechanism * 100 + m_type * 10 + w->v.type) {
-        CASE(SGD, 0, 0)
-        CASES_OF_M(MOMENTUM, 0)
-        CASES_OF_V(ADAM, FP32)
-        CASES_OF_V(ADAM, BF16)
-        CASES_OF_V(ADAM, INT8)
-        CASES_OF_V(ADAFACTOR, 0)
-        CASES_OF_M(LION, 0)
-        CASES_OF_M(AHEAD, 0)
-        CASES_OF_M(BALANCED, FACTORED)
-        CASE(AHEAD, 0, 0)
-        CASE(BALANCED, 0, FACTORED)
+        ALL_CASES(CASE)
     }
 }
 
@@ -492,7 +526,7 @@ static void advance_packed(const job_words *w, tile *t, float *m)
 static void update_tile(const job *job, const factors *f, const numbers *c, int64_t first, int n)
 {
     const job_words *w = job->words;
-    float g[TILE], clean_g[TILE], p[TILE], m[TILE], v[TILE], unpacked[TILE];
+    float g[TILE], clean_g[TILE], p[TILE], m[TILE], v[TILE], v_root[TILE], unpacked[TILE];
     group_cursor at = group_at(w->row, first);
     tile t;
     t.all.c = *c;
@@ -505,8 +539,9 @@ static void update_tile(const job *job, const factors *f, const numbers *c, int6
     t.all.in_planes = w->grad.planes || w->param.planes;
     t.all.m = slot_at(&w->m, first, at.group, w->m_phase, m);
     t.all.v = slot_at(&w->v, first, at.group, w->v_phase, v);
+    t.all.v_root = v_root;
     if (w->v.type == FACTORED)
-        expand(w, f, first - f->first, n, v);
+        expand(w, f, first - f->first, n, v_root);
     t.groups = 0;
     t.starts[0] = 0;
     while (t.starts[t.groups] < n) {

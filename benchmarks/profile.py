@@ -30,7 +30,8 @@ from baoc.core.text import human_bytes
 from baoc.models import MODELS
 from baoc.planning import cost, partition, planner
 from baoc.planning.estimate import trainable_shapes
-from baoc.planning.planner import Planner, Settings
+from baoc.planning.planner import Planner
+from baoc.planning.settings import Settings
 from baoc.profiling.coordinates import RATIO, draw
 from baoc.profiling.profile import Profile, TensorRecord
 from baoc.profiling.sampling import Sampler

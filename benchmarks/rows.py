@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from baoc import BlockOptimizer
 from baoc.core.spec import Hyper
-from baoc.planning.planner import Planner, Settings
+from baoc.planning.planner import Planner
+from baoc.planning.settings import Settings
 from benchmarks.workloads import GPT2, SMALL
 
 Params = Mapping[str, Parameter]

@@ -24,7 +24,8 @@ from baoc.core.spec import Hyper
 from baoc.planning import cost
 from baoc.planning import risk as risks
 from baoc.planning.metrics import Metrics
-from baoc.planning.planner import Planner, Settings
+from baoc.planning.planner import Planner
+from baoc.planning.settings import Settings
 from baoc.profiling.profile import Profile
 from baoc.profiling.sampling import Sampler
 from tests.training import shapes

@@ -22,7 +22,8 @@ from baoc.optim.groups import Member
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.planning import partition
 from baoc.planning import risk as risks
-from baoc.planning.planner import DEFAULT_MEMORY, Planner, Settings, unit_vectors
+from baoc.planning.planner import DEFAULT_MEMORY, Planner, unit_vectors
+from baoc.planning.settings import Settings
 from baoc.profiling.coordinates import FLOOR, RATIO
 from baoc.profiling.facts import Facts, TokenCounter
 from baoc.profiling.profile import Profile

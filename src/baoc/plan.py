@@ -14,7 +14,8 @@ from torch import nn
 from baoc.core.plan import Block, Plan, PlanError, memory_budget
 from baoc.core.spec import DEFAULT_BETAS, Hyper
 from baoc.optim.optimizer import BlockOptimizer
-from baoc.planning.planner import DEFAULT_MEMORY, Planner, Settings
+from baoc.planning.planner import DEFAULT_MEMORY, Planner
+from baoc.planning.settings import Settings
 from baoc.profiling.coordinates import RATIO
 from baoc.profiling.profile import Profile
 from baoc.profiling.profiler import LossFunction, Profiler, record

@@ -13,8 +13,8 @@ from baoc.calibrate import calibrate, effects_table
 from baoc.cli import common
 from baoc.cli.workload import load_workload
 from baoc.core.text import table
-from baoc.planning.planner import AUTO
 from baoc.planning.risk import REGIMES
+from baoc.planning.settings import AUTO
 
 SUMMARY = "measure what configurations do to the loss of your workload, for plans that stand on it"
 

@@ -15,7 +15,7 @@ from baoc.core.configuration import ConfigurationError
 from baoc.core.plan import Plan, PlanError
 from baoc.core.spec import DEFAULT_BETAS, Hyper
 from baoc.planning import risk as risks
-from baoc.planning.planner import AUTO, GRANULARITIES, Settings
+from baoc.planning.settings import AUTO, GRANULARITIES, Settings
 from baoc.planning.space import DEFAULT_SPACE, SPACES
 from baoc.profiling.profile import Profile
 

@@ -18,7 +18,8 @@ from baoc.core.text import human_bytes
 from baoc.models import MODELS
 from baoc.models.resolve import resolve
 from baoc.planning.estimate import trainable_shapes
-from baoc.planning.planner import AUTO, DEFAULT_MEMORY, Planner
+from baoc.planning.planner import DEFAULT_MEMORY, Planner
+from baoc.planning.settings import AUTO
 from baoc.profiling.facts import Facts
 from baoc.profiling.profile import Profile
 from baoc.report.progress import MovingLine

@@ -6,8 +6,8 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,26 +19,20 @@ from baoc.core.mechanisms.normalised import Normalised
 from baoc.core.plan import Block, Plan, PlanError, memory_budget
 from baoc.core.roles import Role, canonical_name
 from baoc.core.spec import SMALL_NUMEL, Hyper, Shape
-from baoc.core.text import check_names, human_bytes
+from baoc.core.text import human_bytes
 from baoc.planning import cost, partition
 from baoc.planning import risk as risks
 from baoc.planning.metrics import Metrics
 from baoc.planning.partition.units import unique
-from baoc.planning.space import DEFAULT_SPACE, PER_ROLE, REFINED, SPACES, Space
+from baoc.planning.settings import AUTO, Patterns, Settings
+from baoc.planning.space import PER_ROLE, REFINED
 from baoc.profiling.facts import Facts
 from baoc.profiling.profile import Profile
 from baoc.solve import Infeasible, Problem, Solution, frontier, smallest_memory, solve
 
-Patterns = str | Sequence[str] | Mapping[str, "str | Sequence[str]"]
-"""Configurations to forbid or prefer, for all blocks or by a pattern on block and parameter names."""
-
 DEFAULT_MEMORY = 0.5
-AUTO = "auto"
-"""A memory budget: the least that is expected to be within a tolerance of the best."""
-PREFERENCE = 0.5  # lambda_pref
 TOKENS = 4096
 """Of a step, until some were counted: few enough that an expensive update is not chosen by mistake."""
-GRANULARITIES = (PER_ROLE, REFINED, *partition.GRANULARITIES)
 _UNWANTED = 10.0  # risk of anything but the reference's mechanism for a block without signal
 _PLURAL = {
     Role.VECTOR: "vectors",
@@ -48,83 +42,6 @@ _PLURAL = {
     Role.EMBEDDING: "embeddings",
     Role.HEAD: "heads",
 }
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything about a plan but its budgets. What is ``None`` is the space's own. Where the paper has a default, it
-    is the default here.
-    """
-
-    space: str = DEFAULT_SPACE
-    """``"measured"``, ours, or ``"paper"``."""
-    risk: str | risks.RiskModel | None = None
-    regime: str = AUTO
-    """``"scratch"`` or ``"finetune"``; left out, the weights tell."""
-    table: str | None = None
-    """A file of measured effects, such as ``baoc calibrate`` writes; left out, the one that ships."""
-    tolerance: float = 0.2
-    """Of ``memory="auto"``, in percent of loss."""
-    tokens: int | None = None
-    """That a step trains on; left out, they are counted where the optimizer is given a module."""
-    anchors: risks.Anchors = risks.DEFAULT_ANCHORS
-    weights: Mapping[str, float] | None = None
-    gamma: float = risks.GAMMA
-    granularity: str | None = None
-    min_share: float = partition.MIN_SHARE
-    quantile: float = 0.75
-    candidates: Sequence[Configuration | str] | None = None
-    forbid: Patterns = ()
-    prefer: Patterns = ()
-    preference: float = PREFERENCE
-    lr_match: str = "rms"
-
-    def __post_init__(self) -> None:
-        if self.lr_match not in ("rms", "none"):
-            raise ValueError(f"unknown lr_match {self.lr_match!r}. Choose 'rms' or 'none' (the paper's).")
-        _check_known("space", self.space, SPACES)
-        _check_known("regime", self.regime, (AUTO, *risks.REGIMES))
-        if self.granularity is not None:
-            _check_known("granularity", self.granularity, GRANULARITIES)
-        if self.tokens is not None and not self.tokens >= 1:
-            raise ValueError(f"tokens is {self.tokens!r}; it must be at least 1, or None to have them counted.")
-        if not self.tolerance >= 0:
-            raise ValueError(f"tolerance is {self.tolerance!r}; it must be a number of at least 0, in percent of loss.")
-        if self.candidates is not None:
-            given = (self.candidates,) if isinstance(self.candidates, (str, Configuration)) else self.candidates
-            object.__setattr__(self, "candidates", tuple(map(parse, given)))
-            if not self.candidates:
-                raise ValueError("there are no candidates to plan with. Give at least one configuration.")
-
-    @classmethod
-    def of(cls, caller: str, given: Mapping[str, Any]) -> Settings:
-        """Settings from keyword arguments; one that is not known is an error in the caller's name."""
-        return cls().changed(caller, given)
-
-    def changed(self, caller: str, given: Mapping[str, Any]) -> Settings:
-        """These settings with others in their place."""
-        check_names(given, caller, (field.name for field in fields(self)))
-        return replace(self, **given)
-
-    @property
-    def defaults(self) -> Space:
-        return SPACES[self.space]
-
-    @property
-    def chosen_risk(self) -> str | risks.RiskModel:
-        return self.defaults.risk if self.risk is None else self.risk
-
-    @property
-    def chosen_granularity(self) -> str:
-        return self.granularity or self.defaults.granularity
-
-    @property
-    def chosen_candidates(self) -> tuple[Configuration, ...]:
-        given = cast(tuple[Configuration, ...] | None, self.candidates) or self.defaults.candidates
-        return risks.Table.load(self.table).candidates if given is None else given
-
-    def risk_settings(self, hyper: Hyper, regime: str) -> risks.Settings:
-        return risks.Settings(self.anchors, self.weights or {}, self.gamma, hyper.weight_decay, regime, self.table)
 
 
 class Planner:
@@ -152,6 +69,7 @@ class Planner:
         self.tokens = self.settings.tokens or self.facts.tokens or TOKENS
         self.candidates = self.settings.chosen_candidates
         self._roles = {name: _planned_role(self.facts.role(name, shape), shape) for name, shape in self._shapes.items()}
+        self._elements = risks.elements((self._roles[name], math.prod(shape)) for name, shape in self._shapes.items())
         self.names, self.blocks = self._partition()
         self.metrics: list[risks.BlockMetrics] = [self._measured(block) for block in self.blocks]
         self._terms = self._risks()
@@ -277,7 +195,8 @@ class Planner:
         return cost.step_ratios(self.blocks, self.candidates, self.tokens, self.facts.device)
 
     def _measured(self, block: Mapping[str, Shape]) -> risks.BlockMetrics:
-        shares = risks.role_shares(self._elements(block), self._elements(self._shapes))
+        mine = [(self._roles[name], math.prod(shape)) for name, shape in block.items()]
+        shares = risks.role_shares(mine, of=self._elements)
         if self._profile is not None and self._needs_metrics:
             return Metrics(self._profile, block, self._hyper, roles=shares)
         prior = risks.Prior(roles=shares)
@@ -287,9 +206,6 @@ class Planner:
     def _needs_metrics(self) -> bool:
         """Whether gradients say anything about risks or learning rates."""
         return self.settings.chosen_risk != risks.MEASURED or not all(map(_is_as_long_as_adamw, self.candidates))
-
-    def _elements(self, shapes: Mapping[str, Shape]) -> list[tuple[Role, int]]:
-        return [(self._roles[name], math.prod(shape)) for name, shape in shapes.items()]
 
     def _risks(self) -> list[list[dict[str, float]]]:
         model = risks.find(self.settings.chosen_risk)
@@ -429,6 +345,8 @@ class Planner:
         hint = ""
         if isinstance(memory, int) and memory in (1, 2):
             hint = f" An int is read as bytes: write {memory}.0 for a share."
+        elif math.isfinite(time) and smallest_memory(self.problem(None, math.inf)) <= budget:
+            hint = " With a larger time= it would fit."
         return PlanError(
             f"no plan fits {human_bytes(budget)} ({memory!r}) within {time} of AdamW16's {self._time_of} time: the "
             f"smallest that does needs {least} B, {share:.2f}% of AdamW16's state.{hint}"
@@ -472,11 +390,6 @@ def _planned_role(role: Role, shape: Shape) -> Role:
     """Small embeddings and heads have fp32 state in every configuration: they are no more than vectors."""
     is_small = role in (Role.EMBEDDING, Role.HEAD) and math.prod(shape) < SMALL_NUMEL
     return Role.VECTOR if is_small else role
-
-
-def _check_known(what: str, name: str, known: Iterable[str]) -> None:
-    if name not in known:
-        raise ValueError(f"unknown {what} {name!r}. Choose one of {', '.join(known)}.")
 
 
 def _risk_without_signal(configuration: Configuration) -> dict[str, float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baoc.planning.risk.measured import REGIMES, Effect, Table, TableError, measured, role_shares
+from baoc.planning.risk.measured import REGIMES, Effect, Table, TableError, elements, measured, role_shares
 from baoc.planning.risk.paper import (
     DEFAULT_ANCHORS,
     GAMMA,
@@ -48,6 +48,7 @@ __all__ = [
     "Table",
     "TableError",
     "aggressiveness",
+    "elements",
     "find",
     "measured",
     "needs",

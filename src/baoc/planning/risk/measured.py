@@ -174,18 +174,26 @@ def measured(metrics: BlockMetrics, configuration: Configuration, settings: Sett
     return {TERM: total}
 
 
-def role_shares(roles: Iterable[tuple[Role, int]], of: Iterable[tuple[Role, int]]) -> dict[Role, float]:
-    """How much of each role some parameters are, by elements: hidden weights of all kinds together make one.
+def elements(roles: Iterable[tuple[Role, int]]) -> dict[Role, int]:
+    """How many there are of each role; hidden weights of all kinds count together, under each of them.
 
-    >>> role_shares([(Role.MATRIX, 10)], of=[(Role.MATRIX, 10), (Role.CONVOLUTION, 30), (Role.HEAD, 5)])
+    >>> elements([(Role.MATRIX, 10), (Role.CONVOLUTION, 30), (Role.HEAD, 5)])[Role.MATRIX]
+    40
+    """
+    totals = dict.fromkeys(Role, 0)
+    for role, numel in roles:
+        for alike in HIDDEN if role in HIDDEN else (role,):
+            totals[alike] += numel
+    return totals
+
+
+def role_shares(roles: Iterable[tuple[Role, int]], of: Mapping[Role, int]) -> dict[Role, float]:
+    """How much of each role some parameters are, by elements.
+
+    >>> role_shares([(Role.MATRIX, 10)], of=elements([(Role.MATRIX, 10), (Role.CONVOLUTION, 30)]))
     {<Role.MATRIX: 'matrix'>: 0.25}
     """
-    totals: dict[object, int] = {}
-    for role, numel in of:
-        kind = "hidden" if role in HIDDEN else role
-        totals[kind] = totals.get(kind, 0) + numel
     shares: dict[Role, float] = {}
     for role, numel in roles:
-        total = totals["hidden" if role in HIDDEN else role]
-        shares[role] = shares.get(role, 0.0) + (numel / total if total else 0.0)
+        shares[role] = shares.get(role, 0.0) + (numel / of[role] if of[role] else 0.0)
     return shares

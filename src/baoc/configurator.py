@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch  # noqa: F401 - the docstring example needs it
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -103,7 +104,9 @@ class BAOC(BlockOptimizer):
         self._settle = settle
         self._last_diagnostics: NDArray[np.float64] | None = None
         self._facts = Facts.of(params if isinstance(params, nn.Module) else self._params())
-        self._tokens = TokenCounter(params) if isinstance(params, nn.Module) and chosen.tokens is None else None
+        # ranks may see batches of different lengths, and all must make one plan
+        is_counted = isinstance(params, nn.Module) and chosen.tokens is None and not _is_one_of_many()
+        self._tokens = TokenCounter(cast(nn.Module, params)) if is_counted else None
         self.profile: Profile | None = None
         """What the last warm-up learned; it saves to one file and answers any budget."""
         self._names = [member.name for member in self.members()]  # parameters that join later are not planned
@@ -302,3 +305,7 @@ class BAOC(BlockOptimizer):
             "profile",
         )
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
+
+
+def _is_one_of_many() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

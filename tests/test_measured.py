@@ -397,3 +397,13 @@ def test_a_profile_without_facts_is_planned_by_names():
     model = Net()
     seen = profile(model, lambda m, b: m(b).square().mean(), [torch.zeros(2, 4, dtype=torch.long)], steps=2)
     assert make_plan(seen, 0.3).block_of("embed.weight").configuration.mechanism_name in ("adamw", "colnorm", "rownorm")
+
+
+def test_bare_parameters_are_planned_by_their_places():
+    """As some trainers pass them: an embedding must not be taken for a hidden matrix."""
+    model = Net()
+    plan = BAOC(model.parameters(), lr=1e-3, memory=0.3).plan
+    order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
+    for name in ("embed.weight", "head.weight"):
+        assert plan.block_of(f"0.{order[name]}").configuration.mechanism_name in ("adamw", "colnorm", "rownorm")
+    assert plan.block_of(f"0.{order['layers.1.up.weight']}").configuration.mechanism_name in ("muon", "spectral")

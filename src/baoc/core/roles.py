@@ -23,6 +23,8 @@ _EMBEDDING_NAME = re.compile(r"(^|[._])(w[tp]e|emb|embed\w*|[a-z]+_emb\w*|cls_to
 _HEAD_NAME = re.compile(
     r"(^|\.)lm_head(?=\.|$)|^([a-z_]+\.)*(head|classifier|proj_out|conv_out)(?=\.|$)", re.IGNORECASE
 )
+_LETTER = re.compile(r"[^\W\d]")
+_LONG = 8  # times as long as wide: more than an MLP's matrix, and less than most vocabularies
 _WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -90,8 +92,21 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
 
 
 def roles_by_name(shapes: Mapping[str, Shape]) -> dict[str, Role]:
-    """The role of every parameter where there is no module to ask."""
-    return {name: role_of(shape, name) for name, shape in shapes.items()}
+    """The role of every parameter where there is no module to ask.
+
+    Nor may there be names: an optimizer that is given bare parameters numbers them. Then the first matrix is taken for
+    an embedding and the last for a head, and one that is far longer than wide for an embedding.
+
+    >>> roles = roles_by_name({"0.0": (512, 64), "0.1": (64, 64), "0.2": (64,), "0.3": (64, 64)})
+    >>> [role.value for role in roles.values()]
+    ['embedding', 'matrix', 'vector', 'head']
+    """
+    roles = {name: role_of(shape, name) for name, shape in shapes.items()}
+    matrices = [name for name, role in roles.items() if role is Role.MATRIX]
+    if any(_LETTER.search(name) for name in shapes) or len(matrices) < 3:
+        return roles
+    long = {name: Role.EMBEDDING for name in matrices if max(shapes[name]) >= _LONG * max(1, min(shapes[name]))}
+    return {**roles, **long, matrices[0]: Role.EMBEDDING, matrices[-1]: Role.HEAD}
 
 
 def matrix_shape(shape: Shape) -> Shape:

@@ -92,16 +92,21 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
 
 
 def roles_by_name(shapes: Mapping[str, Shape]) -> dict[str, Role]:
-    """The role of every parameter where there is no module to ask.
+    """The role of every parameter where there is no module to ask."""
+    return {name: role_of(shape, name) for name, shape in shapes.items()}
 
-    Nor may there be names: an optimizer that is given bare parameters numbers them. Then the first matrix is taken for
-    an embedding and the last for a head, and one that is far longer than wide for an embedding.
 
-    >>> roles = roles_by_name({"0.0": (512, 64), "0.1": (64, 64), "0.2": (64,), "0.3": (64, 64)})
+def roles_by_place(shapes: Mapping[str, Shape]) -> dict[str, Role]:
+    """Likewise, for a whole model whose parameters may have no names but numbers: a guess by their order.
+
+    The first matrix is taken for an embedding and the last for a head, and one that is far longer than wide for an
+    embedding.
+
+    >>> roles = roles_by_place({"0.0": (512, 64), "0.1": (64, 64), "0.2": (64,), "0.3": (64, 64)})
     >>> [role.value for role in roles.values()]
     ['embedding', 'matrix', 'vector', 'head']
     """
-    roles = {name: role_of(shape, name) for name, shape in shapes.items()}
+    roles = roles_by_name(shapes)
     matrices = [name for name, role in roles.items() if role is Role.MATRIX]
     if any(_LETTER.search(name) for name in shapes) or len(matrices) < 3:
         return roles

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from baoc.core.configuration import Configuration, parse
 from baoc.core.mechanisms import MECHANISMS, known_settings
 from baoc.core.plan import Plan, PlanError
-from baoc.core.roles import Role, roles_by_name, roles_of
+from baoc.core.roles import Role, role_of, roles_of
 from baoc.core.spec import DEFAULT_BETAS, Hyper, Shape, real_shape
 from baoc.core.text import check_names, human_bytes
 from baoc.optim import blocks, checkpoint, groups, kernels, migrate
@@ -133,7 +133,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         return blocks.extended(plan, index, configuration, shapes, self._roles_of(shapes))
 
     def _roles_of(self, shapes: Mapping[str, Shape]) -> dict[str, Role]:
-        return {**roles_by_name(shapes), **{name: role for name, role in self._roles.items() if name in shapes}}
+        return {name: self._roles.get(name) or role_of(shape, name) for name, shape in shapes.items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

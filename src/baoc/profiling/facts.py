@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from baoc.core.roles import Role, as_matrices, canonical_name, role_of, roles_by_name, roles_of
+from baoc.core.roles import Role, as_matrices, canonical_name, role_of, roles_by_place, roles_of
 from baoc.core.spec import Shape, real_shape
 
 SCRATCH, FINETUNE = "scratch", "finetune"
@@ -43,7 +43,7 @@ class Facts:
         named = dict(params.named_parameters()) if isinstance(params, nn.Module) else dict(params)
         named = {canonical_name(name): param for name, param in named.items()}
         shapes = {name: real_shape(param) for name, param in named.items()}
-        roles = roles_of(params) if is_module else roles_by_name(shapes)  # type: ignore[arg-type]
+        roles = roles_of(params) if is_module else roles_by_place(shapes)  # type: ignore[arg-type]
         device = next((param.device.type for param in named.values()), "cpu")
         return cls(roles, regime_of(named, roles), device=device)
 

@@ -33,6 +33,7 @@ from baoc.solve import Infeasible, Problem, Solution, frontier, smallest_memory,
 DEFAULT_MEMORY = 0.5
 TOKENS = 4096
 """Of a step, until some were counted: few enough that an expensive update is not chosen by mistake."""
+_RELATIVE_GAP, _MOST_STATES = 1e-6, 2**21  # a second at the most
 _UNWANTED = 10.0  # risk of anything but the reference's mechanism for a block without signal
 _PLURAL = {
     Role.VECTOR: "vectors",
@@ -89,7 +90,7 @@ class Planner:
         time = self.time_budget(time)
         budget = self.budget(memory, time) - taken
         try:
-            solution = solve(self.problem(budget, time))
+            solution = self._solve(budget, time)
         except Infeasible as error:
             raise self._infeasible(error, memory, budget, time) from error
         return self._plan(solution, budget, time)
@@ -120,12 +121,18 @@ class Planner:
     def _smallest_good(self, time: float) -> int:
         """The least memory whose plan is within the tolerance of the best: the curve falls, so halving finds it."""
         low, high = self.least_bytes(time), int(self.memory.max(axis=1).sum())
-        aim = solve(self.problem(None, time)).objective + self.settings.tolerance + 1e-9
+        aim = self._solve(None, time).objective + self.settings.tolerance + 1e-9
         step = max(1, self.reference_bytes >> 10)  # finer than anybody would ask for
         while high - low > step:
             middle = (low + high) // 2
-            low, high = (low, middle) if solve(self.problem(middle, time)).objective <= aim else (middle, high)
+            low, high = (low, middle) if self._solve(middle, time).objective <= aim else (middle, high)
         return high
+
+    def _solve(self, budget: int | None, time: float) -> Solution:
+        """Exactly, or for measured effects as far as they are known: layers that are all alike make proofs long."""
+        if self.settings.chosen_risk != risks.MEASURED:
+            return solve(self.problem(budget, time))
+        return solve(self.problem(budget, time), relative_gap=_RELATIVE_GAP, most_states=_MOST_STATES)
 
     def frontier(self, memories: Sequence[float | int | str], time: float | None = None) -> list[Plan]:
         """The plans of many memory budgets; those that cannot be met are left out."""

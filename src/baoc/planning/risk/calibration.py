@@ -16,12 +16,14 @@ from baoc.core.roles import Role
 from baoc.planning.risk.measured import Effect, Table
 
 LADDERS: tuple[tuple[str, ...], ...] = (
-    ("adamw-32", "adamw-16", "adamw-8", "adamw[m=int8,v=factored]", "adamw[m=int4,v=factored]"),
+    ("adamw-32", "adamw-16", "adamw-8", "adamw[m=int8,v=factored]", "adamw[m=int4,v=factored]", "colnorm"),
     ("adamw-32", "adamw[m=int8,v=row-mean]", "adamw[m=int4,v=row-mean]"),
     ("muon-32", "muon-16", "muon-8", "muon-4", "spectral"),
     ("normuon-32", "normuon-16", "normuon-8", "normuon-4"),
 )
-"""Each holds more of the same state than the next."""
+"""Each holds more of the same state than the next, or more than none: where a short run is better without, a long one need
+not be.
+"""
 REFERENCE = "adamw-32"
 DERIVED = {
     "adamw-16": REFERENCE,

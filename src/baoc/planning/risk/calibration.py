@@ -21,8 +21,8 @@ LADDERS: tuple[tuple[str, ...], ...] = (
     ("muon-32", "muon-16", "muon-8", "muon-4", "spectral"),
     ("normuon-32", "normuon-16", "normuon-8", "normuon-4"),
 )
-"""Each holds more of the same state than the next, or more than none: where a short run is better without, a long one need
-not be.
+"""Each holds more of the same state than the next, or some where the next has none: what a short run does better
+without, a long one need not.
 """
 REFERENCE = "adamw-32"
 DERIVED = {

@@ -9,7 +9,8 @@ from experiments.runs import Cell
 
 BUDGETS = (0.0, 0.01, 0.05, 0.13, 0.25, 0.5, 1.0)
 """Of AdamW16's state; 0: the cheapest plan there is."""
-OURS = tuple(f"baoc@{share:g}" for share in BUDGETS)
+AUTOMATIC = "baoc@auto"
+OURS = (*(f"baoc@{share:g}" for share in BUDGETS), AUTOMATIC)
 PAPERS = tuple(f"baoc-paper@{share:g}" for share in (0.3, 0.4, 0.5, 1.0))
 BY_TYPE = tuple(f"by-type@{share:g}" for share in (0.25, 0.5, 1.0))
 UNIFORM = (

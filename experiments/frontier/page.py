@@ -101,11 +101,11 @@ def _expectations(by_setting: Sequence[tuple[Setting, Sequence[Line]]]) -> list[
     """What BAOC's plans said of themselves beside what came of them."""
     cells = []
     for setting, lines in by_setting:
-        ours = [line for line in lines if line.expected is not None]
-        for line in ours:
-            expected = f"{line.expected:+.2f}"
-            measured = estimate(list(line.differences.values()), "+.2f")
-            cells.append([setting.workload, line.label, expected, measured, f"{line.mean - (line.expected or 0.0):+.2f}"])
+        for line, expected in ((line, line.expected) for line in lines):
+            if expected is not None:
+                measured = estimate(list(line.differences.values()), "+.2f")
+                off = f"{line.mean - expected:+.2f}"
+                cells.append([setting.workload, line.label, f"{expected:+.2f}", measured, off])
     about = "What plans expected of themselves, in percent of AdamW32's loss, and what was measured."
     header = ["Workload", "Method", "Expected", "Measured", "Off by (points)"]
     return ["## Expected and measured", "", about, "", *markdown.table(header, cells, numbers=True)]

@@ -21,8 +21,8 @@ Blocks = Sequence[Mapping[str, Shape]]
 OPERATIONS_PER_BYTE = {"cpu": 4.0, "cuda": 100.0}
 """What a device computes while it moves one byte. An update moves bytes, a training step computes."""
 UNFUSED = {"adafactor": 68}
-"""Bytes per fp32 parameter that torch moves on a GPU where it has no fused update: its operations run one by one, and each
-reads and writes whole matrices. A test counts them again."""
+"""Bytes per fp32 parameter that torch moves on a GPU where it has no fused update: its operations run one by one, and
+each reads and writes whole matrices. A test counts them again."""
 _FLOPS_PER_WEIGHT = 6  # of a training step, for each token: two in the forward pass, four in the backward
 
 

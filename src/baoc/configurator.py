@@ -72,6 +72,8 @@ class BAOC(BlockOptimizer):
         True
     """
 
+    _plans_later = True
+
     def __init__(
         self,
         params: nn.Module | Iterable[Any],

@@ -240,7 +240,7 @@ def _fitted(member: Member, configuration: Configuration, state: ParamState) -> 
         return {}
     fitted: ParamState = {}
     layout = configuration.layout(member.shape, rows=member.place.rows)
-    state = _of_today(layout, state)
+    state = _of_today(layout, {key: _unwrapped(member, layout, key, value) for key, value in state.items()})
     for key, buffer in layout.buffers.items():
         tensor = state.get(key)
         held = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "nothing"
@@ -258,7 +258,14 @@ def _fitted(member: Member, configuration: Configuration, state: ParamState) -> 
                 f"the checkpoint's {stored.slot.name!r} of parameter {member.name!r} has {problem}: it is damaged. "
                 "Load another one, or start without state."
             )
-    return fitted
+    buffers = {key: buffer for key, buffer in layout.buffers.items() if buffer.name != "age"}
+    return fitted | {key: member.place.wrap(fitted[key], buffer) for key, buffer in buffers.items()}
+
+
+def _unwrapped(member: Member, layout: Layout, key: str, value: Any) -> Any:
+    """What of a saved tensor is for this rank."""
+    is_buffer = isinstance(value, Tensor) and key in layout.buffers
+    return member.place.unwrap(value, layout.buffers[key]) if is_buffer else value
 
 
 def _of_today(layout: Layout, state: ParamState) -> ParamState:

@@ -21,7 +21,7 @@ class Update:
         self._job = job
         self._param, self._scalars = job.param.detach(), job.scalars
         self._mechanism = job.layout.mechanism
-        self._held = {each.slot.name: each.held_in(job.state) for each in job.layout.formats}
+        self._held = {each.slot.name: each.held_in(job.held) for each in job.layout.formats}
         self._formats = [each for each in job.layout.formats if not each.slot.of_direction]
 
     def run(self, tiles: Sequence[slice]) -> None:
@@ -96,6 +96,8 @@ class Update:
         keep, add = self._scalars[f"{name}.keep"], self._scalars[f"{name}.add"]
         rounding = Rounding(self._job.phases[name], first_row=self._job.place.first_row)
         partial = None
+        if self._job.place.ranks is not None:
+            tiles = tiles or [slice(0, 0)]  # a shard without rows has a part in the sum all the same
         for rows in tiles:
             observed = self._mechanism.observe(name, seen(rows))
             partial = stored.absorb(self._held[name], rows, observed, keep, add, rounding, partial)

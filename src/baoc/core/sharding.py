@@ -134,11 +134,12 @@ def first_rows(tensor: Tensor, rows: int, cols: int) -> Tensor:
     tensor([[0., 1., 2.],
             [4., 5., 6.]])
     """
-    shard, flat = shard_of(tensor), local(tensor.detach()).float()
-    flat = flat.reshape(flat.shape[0], math.prod(flat.shape[1:]))[:, :cols] if flat.dim() else flat.view(1, 1)
+    shard, held = shard_of(tensor), local(tensor.detach())
+    flat = held.reshape(held.shape[0], math.prod(held.shape[1:])) if held.dim() else held.view(1, 1)
     if shard is None:
-        return flat[:rows]
-    corner = flat.new_zeros(min(rows, shard.shape[0]), flat.shape[1])
-    mine = slice(shard.rows.start, max(shard.rows.start, min(shard.rows.stop, rows)))
-    corner[mine] = flat[: mine.stop - mine.start]
+        return flat[:rows, :cols].float()
+    height = min(rows, shard.shape[0])
+    mine = slice(min(shard.rows.start, height), min(shard.rows.stop, height))
+    corner = torch.zeros(height, min(cols, flat.shape[1]), device=flat.device)
+    corner[mine] = flat[: mine.stop - mine.start, :cols].float()
     return shard.ranks.sum(corner)

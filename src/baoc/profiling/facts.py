@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from baoc.core.roles import Role, as_matrices, canonical_name, role_of, roles_by_place, roles_of
+from baoc.core.roles import Role, canonical_name, role_of, roles_by_place, roles_of
+from baoc.core.sharding import first_rows
 from baoc.core.spec import Shape, real_shape
 
 SCRATCH, FINETUNE = "scratch", "finetune"
@@ -68,7 +69,8 @@ def regime_of(params: Mapping[str, Tensor], roles: Mapping[str, Role]) -> str:
     real = {name: param.detach() for name, param in params.items() if param.numel() and param.device.type != "meta"}
     gains = [param for name, param in real.items() if _is_gain(name, param, roles)]
     if gains:
-        changed = sum(bool((gain != gain.flatten()[0]).any()) for gain in gains)
+        whole = (first_rows(gain, gain.numel(), 1) for gain in gains)
+        changed = sum(bool((gain != gain[0]).any()) for gain in whole)
         return FINETUNE if 2 * changed > len(gains) else SCRATCH
     matrices = [param for name, param in real.items() if roles.get(name) in (Role.MATRIX, Role.CONVOLUTION)]
     if not matrices:
@@ -85,8 +87,7 @@ def _is_gain(name: str, param: Tensor, roles: Mapping[str, Role]) -> bool:
 
 def _has_outlier(param: Tensor) -> bool:
     """Whether the largest singular value is beyond the edge of the Marchenko-Pastur law."""
-    _, _, cols = as_matrices(tuple(param.shape))
-    matrix = param.reshape(-1, cols)[:_LOOKED_AT, :_LOOKED_AT].float()
+    matrix = first_rows(param, _LOOKED_AT, _LOOKED_AT)
     if min(matrix.shape) < 16 or not bool(matrix.isfinite().all()):
         return False
     edge = float(matrix.std()) * (math.sqrt(matrix.shape[0]) + math.sqrt(matrix.shape[1]))

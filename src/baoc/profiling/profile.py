@@ -83,7 +83,9 @@ class Profile:
 
     @classmethod
     def from_sampler(cls, sampler: Sampler, params: Mapping[str, Tensor], facts: Facts | None = None) -> Profile:
-        """What a sampler has seen. Without ``facts``, roles are read off the names."""
+        """What a sampler has seen. Without ``facts``, roles are read off the names. If parameters are sharded, all
+        ranks must ask.
+        """
         if not sampler.steps:
             raise ProfileError(
                 f"no gradients were observed ({sampler.skipped} steps had non-finite ones). Call step() with gradients "
@@ -91,16 +93,15 @@ class Profile:
             )
         masses = [1 - beta**sampler.steps for beta in sampler.betas]  # a short warm-up would inflate the SNR otherwise
         records = {}
+        values = sampler.values(params)
         for name, stream in sampler.streams.items():
-            param = params[name].detach()
-            values = stream.coordinates.take(torch.view_as_real(param) if param.is_complex() else param)
             records[name] = TensorRecord(
                 name=name,
                 shape=stream.coordinates.shape,
                 grid=stream.coordinates.grid,
                 first=_array(stream.first) / masses[0],
                 second=_array(stream.second) / masses[1],
-                values=_array(values),
+                values=_array(values[name]),
                 dots=_array(stream.dots),
                 squares=_array(stream.squares),
             )

@@ -15,6 +15,7 @@ from baoc.core.configuration import Configuration, parse
 from baoc.core.mechanisms import MECHANISMS, known_settings
 from baoc.core.plan import Plan, PlanError
 from baoc.core.roles import Role, role_of, roles_of
+from baoc.core.sharding import fullest
 from baoc.core.spec import DEFAULT_BETAS, Hyper, Shape, real_shape
 from baoc.core.text import check_names, human_bytes
 from baoc.optim import blocks, checkpoint, groups, kernels, migrate
@@ -240,8 +241,8 @@ class BlockOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> Plan:
         """What every parameter is updated with now."""
-        self.members()
-        return self._plan
+        rows = self._rows_per_rank()
+        return self._plan if self._plan.rows == rows else dataclasses.replace(self._plan, rows=rows)
 
     @torch.no_grad()
     def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
@@ -356,6 +357,11 @@ class BlockOptimizer(torch.optim.Optimizer):
         if new or len(named) != sum(len(block.parameters) for block in self._plan.blocks):
             kept = blocks.without_others(self._plan, {name: real_shape(param) for name, param in named.items()})
             self._plan = self._extended(kept, len(self.param_groups) - 1, self._default, new)
+
+    def _rows_per_rank(self) -> dict[str, int]:
+        """How many rows of every sharded parameter the fullest rank has."""
+        places = ((member.name, member.shape, member.place.ranks) for member in self.members())
+        return {name: fullest(shape[0], ranks.size) for name, shape, ranks in places if ranks is not None}
 
     def _shapes(self) -> dict[str, Shape]:
         return {member.name: member.shape for member in self.members()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +24,22 @@ OPERATIONS_PER_BYTE = {"cpu": 4.0, "cuda": 100.0}
 _FLOPS_PER_WEIGHT = 6  # of a training step, for each token: two in the forward pass, four in the backward
 
 
-def memory(blocks: Blocks, configurations: Sequence[Configuration]) -> NDArray[np.int64]:
+def memory(
+    blocks: Blocks, configurations: Sequence[Configuration], rows: Mapping[str, int] = MappingProxyType({})
+) -> NDArray[np.int64]:
     """Bytes of every block under every configuration: (blocks, configurations).
+
+    ``rows`` are those that one rank has of parameters that are sharded, where its bytes are asked for.
 
     >>> from baoc.core.configuration import parse
     >>> memory([{"weight": (768, 768)}], [parse("adamw-16"), parse("adamw-8"), parse("sgd")])
     array([[2359296, 1184256,       0]])
     """
-    return _each(blocks, configurations, lambda shape, c: c.state_bytes(shape)).astype(np.int64)
+    found = [
+        [sum(c.state_bytes(shape, rows=rows.get(name)) for name, shape in block.items()) for c in configurations]
+        for block in blocks
+    ]
+    return np.array(found, dtype=np.int64).reshape(len(blocks), len(configurations))
 
 
 def bytes_moved(shape: Shape, configuration: Configuration) -> int:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -55,9 +56,11 @@ class Planner:
         hyper: Hyper,
         settings: Settings | None = None,
         facts: Facts | None = None,
+        rows: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Without a profile all blocks have the prior's metrics: the plan for a warm-up, or for a dry run. ``facts``
-        are the profile's, if none are given.
+        are the profile's, if none are given. With the ``rows`` that one rank has of sharded parameters, all bytes are
+        that rank's, budgets too.
         """
         self.settings = settings or Settings()
         if not any(math.prod(shape) for shape in shapes.values()):
@@ -74,12 +77,13 @@ class Planner:
         self.names, self.blocks = self._partition()
         self.metrics: list[risks.BlockMetrics] = [self._measured(block) for block in self.blocks]
         self._terms = self._risks()
-        self.memory = cost.memory(self.blocks, self.candidates)
+        self._rows = {canonical_name(name): count for name, count in rows.items()}
+        self.memory = cost.memory(self.blocks, self.candidates, self._rows)
         self.time = self._times()
 
     @property
     def reference_bytes(self) -> int:
-        return sum(REFERENCE.state_bytes(shape) for shape in self._shapes.values())
+        return sum(REFERENCE.state_bytes(shape, rows=self._rows.get(n)) for n, shape in self._shapes.items())
 
     def plan(self, memory: float | int | str = DEFAULT_MEMORY, time: float | None = None, *, taken: int = 0) -> Plan:
         """The plan of least risk within the budgets.

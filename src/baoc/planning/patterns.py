@@ -25,8 +25,8 @@ def chosen(
 ) -> dict[str, Row]:
     """For every parameter which candidates the patterns name. Each must name one, or a configuration that is known.
 
-    ``names_of`` has everything a parameter may be meant by, from its own name to its block's. Patterns are of parameters and not of blocks, so they hold
-    however these are merged.
+    ``names_of`` has everything a parameter may be meant by, from its own name to its block's. Patterns are of
+    parameters and not of blocks, so they hold however these are merged.
 
     >>> both = [parse("adamw-8"), parse("sgd")]
     >>> chosen({"h.*": "sgd*"}, both, {"h.0.weight": ["h.0.weight"], "head": ["head"]})["h.0.weight"].tolist()

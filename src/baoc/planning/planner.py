@@ -87,7 +87,7 @@ class Planner:
         risk is within the tolerance of the best. ``taken`` bytes of it are needed for something else.
         """
         time = self.time_budget(time)
-        budget = self.budget(memory, time)
+        budget = self.budget(memory, time, taken=taken)
         try:
             solution = self._solve(budget - taken, time)
         except Infeasible as error:
@@ -101,13 +101,13 @@ class Planner:
         check_time(time)
         return time
 
-    def budget(self, memory: float | int | str, time: float | None = None) -> int:
-        """Bytes of a memory budget as a person gives it."""
+    def budget(self, memory: float | int | str, time: float | None = None, *, taken: int = 0) -> int:
+        """Bytes of a memory budget as a person gives it. One that follows from plans grows by what else is taken."""
         time = self.time_budget(time)
         if memory == AUTO:
-            return self._smallest_good(time)
+            return self._smallest_good(time) + taken
         budget = memory_budget(memory, self.reference_bytes)
-        return self.least_bytes(time) if budget == 0 else budget
+        return self.least_bytes(time) + taken if budget == 0 else budget
 
     def least_bytes(self, time: float | None = None) -> int:
         """What the cheapest plan holds."""

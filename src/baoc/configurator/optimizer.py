@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from baoc.configurator import agreement, resume
 from baoc.configurator.resume import Progress
 from baoc.configurator.warmup import Diagnostics, fitting_sampler
-from baoc.configurator.wishes import WARMUP, Wishes, is_count
+from baoc.configurator.wishes import WARMUP, Wishes, is_count, is_number
 from baoc.core.configuration import Configuration
 from baoc.core.mechanisms import known_settings
 from baoc.core.plan import Block, Plan, PlanError
@@ -105,6 +105,8 @@ class BAOC(BlockOptimizer):
         asked = Wishes(memory, time, warmup, settle, replan_every, Settings.of("BAOC", settings))
         if not is_count(seed, at_least=0):
             raise ValueError(f"seed is {seed!r}; it must be a whole number of at least 0.")
+        if not is_number(sample_ratio):
+            raise ValueError(f"the sampling ratio is {sample_ratio!r}; it must be a number above 0 and at most 1.")
         self._asked = self._wishes = asked
         self._group = process_group
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, kernel=kernel, **own)

@@ -45,7 +45,7 @@ class Wishes:
                 f"replan_every is {self.replan_every!r}; it must be a whole number of at least 1, or None for one plan "
                 "only."
             )
-        if self.settle is not None and not (_is_number(self.settle) and self.settle > 0):
+        if self.settle is not None and not (is_number(self.settle) and self.settle > 0):
             raise ValueError(
                 f"settle is {self.settle!r}; it must be a number above 0, such as 0.02, or None for a whole warm-up."
             )
@@ -89,7 +89,8 @@ def is_count(value: object, at_least: int) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= at_least
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Whether a value is a finite number."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -374,7 +374,7 @@ class BAOC(BlockOptimizer):
             f"{key}={group[key]!r} in param group {index}"
             for index, group in enumerate(self.param_groups)
             for key in sorted(self.defaults)
-            if not isinstance(group[key], Tensor)
+            if key in group and not isinstance(group[key], Tensor)
         ]
         progress = [f"{self._progress.steps} steps behind it", f"samples: {self._sampler is not None}"]
         agreement.check_alike(

@@ -205,7 +205,7 @@ def test_every_process_makes_the_same_plan_under_any_load():
 
 def test_a_saved_profile_plans_as_the_run_it_came_from(tmp_path):
     model = Net()
-    optimizer = BAOC(model, lr=1e-3, memory=1.0, warmup=3)
+    optimizer = BAOC(model, lr=1e-3, memory=2.0, warmup=3)
     for step in range(4):
         words = torch.randint(200, (4, 16), generator=torch.Generator().manual_seed(step))
         nn.functional.cross_entropy(model(words).flatten(0, 1), words.flatten()).backward()
@@ -215,7 +215,7 @@ def test_a_saved_profile_plans_as_the_run_it_came_from(tmp_path):
     optimizer.profile.save(tmp_path / "a.profile")
     from baoc.profiling.profile import Profile
 
-    again = make_plan(Profile.load(tmp_path / "a.profile"), memory=1.0)
+    again = make_plan(Profile.load(tmp_path / "a.profile"), memory=2.0)
     for name, block in again.by_parameter:
         assert block.configuration == optimizer.plan.block_of(name).configuration
     assert again.settings["regime"] == "scratch" and again.settings["tokens"] == 64

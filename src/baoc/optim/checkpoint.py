@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,6 +26,13 @@ PLAN = "plan"
 distributed checkpoints take it for one value, so a plan is replaced as a whole and never mixed with another. They ask
 the live group for the keys that it wants, so the key is there too, without a text. Parameters go by their positions:
 names are for people, and may differ between two optimizers that go on from one checkpoint."""
+PLANNER = "planner"
+"""Likewise, for what an optimizer that plans for itself knows besides; a text that only it can read."""
+CARRIED = (PLAN, PLANNER)
+SAMPLES = "baoc.samples"
+"""The key of the first trainable parameter's state under which such an optimizer has its sampled gradients: only there
+do all kinds of checkpoints look for tensors."""
+_WRAPPERS = ("module.", "model.")
 _ASSIGNMENTS, _SETTINGS = "assignments", "plan_settings"  # how plans were saved before, parameter by parameter
 
 
@@ -38,22 +46,32 @@ class Prepared(NamedTuple):
     state: dict[Any, Any]
     param_groups: list[Group]
     plan: Plan
+    planner: str = ""
+    samples: Mapping[str, Any] = MappingProxyType({})
 
 
-def reserve_plan(param_groups: Sequence[Group]) -> None:
-    """Give the group that will carry the plan its key."""
+def reserve(param_groups: Sequence[Group], key: str) -> None:
+    """Give the group that will carry a text its key."""
     carrier = next((group for group in param_groups if group["params"]), None)
     if carrier is not None:
-        carrier.setdefault(PLAN, "")
+        carrier.setdefault(key, "")
+
+
+def write(packed_groups: Sequence[Group], key: str, text: str) -> None:
+    """Write a text into the group of a state dict that carries it."""
+    for group in packed_groups:
+        if key in group:
+            group[key] = text
 
 
 def write_plan(packed_groups: Sequence[Group], plan: Plan) -> None:
     """Write a plan into the groups of a state dict."""
-    names = [name for name, _ in groups.named_params(packed_groups)]
-    text = plan.renamed(dict(zip(names, groups.positions(packed_groups)))).to_json()
-    for group in packed_groups:
-        if PLAN in group:
-            group[PLAN] = text
+    write(packed_groups, PLAN, plan.renamed(positions_by_name(packed_groups)).to_json())
+
+
+def positions_by_name(param_groups: Sequence[Group]) -> dict[str, str]:
+    """Where each parameter is, by which a checkpoint knows it."""
+    return dict(zip((name for name, _ in groups.named_params(param_groups)), groups.positions(param_groups)))
 
 
 def prepare(
@@ -67,13 +85,15 @@ def prepare(
     saved = _read_groups(state_dict)
     _check_groups(saved, current)
     saved_plan = _read_plan(saved)
+    planner = next(filter(None, [group.pop(PLANNER, "") for group in saved]), "")
     keys = [key for group in saved for key in group["params"]]
     state = state_dict["state"]
-    loaded = [{**own, **group, "params": own["params"]} for group, own in zip(saved, current)]
+    loaded = [{**own, **group, **_who(own)} for group, own in zip(saved, current)]
     for index, group in enumerate(loaded):
         groups.check_hyper(group, f"the checkpoint's group {index}")
     saved_blocks = _blocks(saved, saved_plan)
     any_state = any(state.get(key) for key in keys)
+    samples: dict[str, Any] = {}
     moves = []
     for member, group, key, theirs in zip(members, groups.repeated(loaded), keys, saved_blocks):
         if key not in state and any_state and _must_have_state(member, theirs):
@@ -81,7 +101,12 @@ def prepare(
                 f"the checkpoint has no state of parameter {member.name!r}, though it has that of others: it is "
                 "damaged. Load another one, or start without state."
             )
-        moves.append(_move(replace(member, group=group), _entry(state, key, member), theirs, own_plan is not None))
+        entry = _entry(state, key, member)
+        found = entry.pop(SAMPLES, {})
+        if not isinstance(found, dict):
+            raise CheckpointError(f"the checkpoint's samples are a {type(found).__name__}: it is damaged.")
+        samples = found or samples
+        moves.append(_move(replace(member, group=group), entry, theirs, own_plan is not None))
     scales = lr_scales(moves)
     held: defaultdict[Any, Any] = defaultdict(dict)
     held.update({key: value for key, value in state.items() if key not in set(keys)})
@@ -93,7 +118,12 @@ def prepare(
         for (name, param), move in zip(groups.named_params(loaded), moves)
     ]
     settings = next((plan.settings for plan in (own_plan, saved_plan) if plan is not None), {})
-    return Prepared(held, loaded, blocks.plan_of(assigned, settings))
+    return Prepared(held, loaded, blocks.plan_of(assigned, settings), planner, samples)
+
+
+def _who(group: Group) -> Group:
+    """What says who is in a group: an optimizer that has names keeps them."""
+    return {key: group[key] for key in ("params", "param_names") if key in group}
 
 
 def _read_groups(state_dict: Mapping[str, Any]) -> list[Group]:
@@ -130,13 +160,21 @@ def _check_groups(saved: Sequence[Group], current: Sequence[Group]) -> None:
             )
         if "param_names" not in group or "param_names" not in own:
             continue
-        theirs, ours = groups.names(group, index), groups.names(own, index)
+        theirs, ours = _bare(groups.names(group, index)), _bare(groups.names(own, index))
         if theirs != ours and sorted(theirs) == sorted(ours):
             first = next(pair for pair in zip(theirs, ours) if pair[0] != pair[1])
             raise CheckpointError(
                 f"the parameters of group {index} are in another order than in the checkpoint: {first[1]!r} stands "
                 f"where {first[0]!r} was saved. Pass them in the order they were saved in."
             )
+
+
+def _bare(names: Sequence[str]) -> list[str]:
+    """Names without what wrappers put before all of them."""
+    bare = list(names)
+    while bare and any(all(name.startswith(prefix) for name in bare) for prefix in _WRAPPERS):
+        bare = [name.partition(".")[2] for name in bare]
+    return bare
 
 
 def _read_plan(saved: Sequence[Group]) -> Plan | None:
@@ -208,7 +246,7 @@ def _entry(state: Mapping[Any, Any], key: Any, member: Member) -> dict[str, Any]
         raise CheckpointError(
             f"the checkpoint's state of parameter {member.name!r} is a {type(entry).__name__}: it is damaged."
         )
-    return entry
+    return dict(entry)
 
 
 def _move(member: Member, entry: dict[str, Any], theirs: Block | None, keep_plan: bool) -> Move:

@@ -28,6 +28,8 @@ from baoc.optim.state import misfit, new_state
 logger = logging.getLogger("baoc")
 
 DEFAULT_CONFIGURATION = "adamw-32"
+REHEARSER = "torch.distributed.checkpoint.state_dict"
+"""It makes state appear by a step that is none."""
 _ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "plan", "maximize", "kernel")
 
 
@@ -60,7 +62,7 @@ class BlockOptimizer(torch.optim.Optimizer):
     """
 
     _plans_later: ClassVar[bool] = False
-    """For subclasses: the plan of the constructor is not the one that training starts with."""
+    """For subclasses: parameters that join get their configuration, and so their state, from a plan made after that."""
 
     def __init__(
         self,
@@ -128,10 +130,10 @@ class BlockOptimizer(torch.optim.Optimizer):
         except Exception:
             del self.param_groups[index]  # refused: as if it had never come
             raise
-        checkpoint.reserve_plan(self.param_groups)
+        checkpoint.reserve(self.param_groups, checkpoint.PLAN)
         self._plan_given |= "configuration" in param_group
         self._plan = self._extended(self._plan, index, configuration, named)
-        if self._complete is not None:
+        if self._complete is not None and not self._plans_later:
             self._allocate_sharded()
 
     def _extended(
@@ -150,6 +152,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._before_step()
         hypers = {id(group): groups.hyper(group, f"param group {i}") for i, group in enumerate(self.param_groups)}
         stepping = [member for member in self.members() if member.param.grad is not None]
         complete = self._complete is self._roster
@@ -182,6 +185,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._after_update()
         return loss
 
+    def _before_step(self) -> None:
+        """For subclasses: gradients are there, and nothing has been read yet."""
+
     def _before_update(self, stepping: Sequence[Member]) -> None:
         """For subclasses: gradients as the update will see them."""
 
@@ -212,10 +218,21 @@ class BlockOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if replaced is None else replaced
         own_plan = self.plan if self._plan_given else None
         loaded = checkpoint.prepare(state_dict, self.members(), self.param_groups, own_plan)
-        self.__setstate__({"state": loaded.state, "param_groups": loaded.param_groups, "_plan": loaded.plan})
+        own = self._read_own(loaded)
+        self.__setstate__({"state": loaded.state, "param_groups": loaded.param_groups, "_plan": loaded.plan, **own})
         self._allocate_sharded()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def take_layout(self, state_dict: dict[str, Any]) -> None:
+        """Take over the plan of a state dict that has no state yet, and make room for what it would have."""
+        self._plan_given = False
+        self.load_state_dict(state_dict)
+        self._allocate()
+
+    def _read_own(self, loaded: checkpoint.Prepared) -> dict[str, Any]:
+        """For subclasses: attributes to be set by a checkpoint; an error refuses all of it."""
+        return {}
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_kernel_request", "_plan_given", "_default", "_plan", "_roles", "_has_stepped")
@@ -232,7 +249,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             mine = [member for member in self.members() if member.group is group]
             configurations = sorted({str(member.configuration) for member in mine})
             lines += ["", f"Parameter Group {index}: {len(mine)} tensors, {', '.join(configurations)}"]
-            hidden = ("params", "param_names", checkpoint.PLAN)
+            hidden = ("params", "param_names", *checkpoint.CARRIED)
             lines += [f"    {key}: {group[key]}" for key in sorted(group) if key not in hidden]
         return "\n".join([*lines, ")"])
 
@@ -389,7 +406,7 @@ class BlockOptimizer(torch.optim.Optimizer):
 
         A schedule that starts at lr 0 may make the same step, and that one counts: so the caller is looked at.
         """
-        if any(hyper.lr != 0 for hyper in hypers) or not _is_called_by("torch.distributed.checkpoint.state_dict"):
+        if any(hyper.lr != 0 for hyper in hypers) or not is_called_by(REHEARSER):
             return False
         ages = (self.state[member.param][stored.age_key] for member in stepping for stored in member.layout.formats)
         return not any(map(int, ages)) and not any(
@@ -406,7 +423,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         return Job.of(member.layout, param, grad, state, hyper, *settings, place, member.name, known)
 
 
-def _is_called_by(module: str) -> bool:
+def is_called_by(module: str) -> bool:
+    """Whether a function of that module is waiting for this call to return."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == module:

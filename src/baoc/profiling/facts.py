@@ -20,6 +20,8 @@ SCRATCH, FINETUNE = "scratch", "finetune"
 _LOOKED_AT = 512  # rows and columns of a matrix at most
 _MATRICES = 8
 _OUTLIER = 1.15  # of the largest singular value that random numbers of the same size would have
+OPERATIONS_PER_BYTE = {"cpu": 4.0, "cuda": 100.0}
+"""What a device computes while it moves one byte. An update moves bytes, a training step computes."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Facts:
     tokens: int | None = None
     """That pass through a hidden weight in one step, on average: the batch times the length, or times the pixels."""
     device: str = "cpu"
+    operations_per_byte: float = OPERATIONS_PER_BYTE["cpu"]
+    """Of that device. A run that goes on elsewhere keeps it: its plan must not change with the machine."""
 
     @classmethod
     def of(cls, params: nn.Module | Mapping[str, Tensor]) -> Facts:
@@ -46,7 +50,8 @@ class Facts:
         shapes = {name: real_shape(param) for name, param in named.items()}
         roles = roles_of(params) if is_module else roles_by_place(shapes)  # type: ignore[arg-type]
         device = next((param.device.type for param in named.values()), "cpu")
-        return cls(roles, regime_of(named, roles), device=device)
+        intensity = OPERATIONS_PER_BYTE.get(device, OPERATIONS_PER_BYTE["cuda"])
+        return cls(roles, regime_of(named, roles), device=device, operations_per_byte=intensity)
 
     def with_tokens(self, tokens: int | None) -> Facts:
         return replace(self, tokens=tokens or self.tokens)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch  # noqa: F401 - the docstring example needs it
+import torch
 from torch import Tensor, nn
 
 from baoc.configurator import agreement, resume
@@ -18,7 +18,7 @@ from baoc.configurator.warmup import Diagnostics, fitting_sampler
 from baoc.configurator.wishes import WARMUP, Wishes, is_count, is_number
 from baoc.core.configuration import Configuration
 from baoc.core.mechanisms import known_settings
-from baoc.core.plan import Block, Plan, PlanError
+from baoc.core.plan import Block, Plan, PlanError, is_per_rank
 from baoc.core.roles import role_of
 from baoc.core.spec import DEFAULT_BETAS, Hyper, real_shape
 from baoc.core.text import human_bytes
@@ -48,7 +48,9 @@ class BAOC(BlockOptimizer):
         lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``.
         memory: the budget for state: a share of AdamW16's (0.5 or "50%"), bytes (an int), a size ("1.5GiB"), 0.0 for
             the cheapest plan there is, or "auto" for the smallest that is expected to be as good as any, within
-            ``tolerance`` percent of loss. It holds from the first step on, the sampler included.
+            ``tolerance`` percent of loss. It holds from the first step on, the sampler included. Of sharded parameters
+            it is what all ranks hold together, so that the plan does not depend on their number, or, with "2GiB/rank",
+            what the fullest may hold.
         time: how long a training step may become, relative to one with AdamW16; ``math.inf`` lifts it. It is estimated
             from the operations of a step, never timed. In the paper's space, the mean of update-time ratios.
         warmup: steps before the plan is made, whose gradients are sampled.
@@ -134,7 +136,8 @@ class BAOC(BlockOptimizer):
     def profile(self) -> Profile | None:
         """What the gradients of the warm-up were like, beside the weights as they are now; ``None`` before the first
         step. It saves to one file and answers any budget. What it is made from counts in the budget: if that is more
-        than 1% of it, nothing needs it and the plan leaves no room, it is given up when the warm-up ends.
+        than 1% of it, nothing needs it and the plan leaves no room, it is given up when the warm-up ends. Of sharded
+        parameters, all ranks must ask for it.
         """
         if self._sampler is None or not self._sampler.steps:
             return None
@@ -207,7 +210,8 @@ class BAOC(BlockOptimizer):
 
     def _planner(self, profile: Profile | None, wishes: Wishes) -> Planner:
         shapes = {name: shape for name, shape in self._shapes().items() if name in set(self._names)}
-        return Planner(shapes, profile, self._hyper(), wishes.settings, self._facts)
+        rows = self._rows_per_rank() if is_per_rank(wishes.memory) else {}
+        return Planner(shapes, profile, self._hyper(), wishes.settings, self._facts, rows)
 
     def _budget(self, wishes: Wishes) -> int:
         return self._planner(None, wishes).budget(wishes.memory, wishes.time)
@@ -220,7 +224,12 @@ class BAOC(BlockOptimizer):
         return room if is_needed else min(room, int(_SAMPLES_SHARE * budget))
 
     def _held_bytes(self) -> int:
-        return self.plan.state_bytes + (self._sampler.nbytes if self._sampler else 0)
+        return self._state_bytes(self.plan.blocks, self._wishes) + (self._sampler.nbytes if self._sampler else 0)
+
+    def _state_bytes(self, blocks: Sequence[Block], wishes: Wishes) -> int:
+        """What some blocks hold, on all ranks or on one, as the budget is meant."""
+        plan = Plan(tuple(blocks), rows=self._rows_per_rank())
+        return plan.state_bytes_per_rank if is_per_rank(wishes.memory) else plan.state_bytes
 
     def _best_plan(self, profile: Profile | None, wishes: Wishes) -> tuple[Plan, bool]:
         """The plan of least risk in what the budget leaves, and whether samples have room beside it.
@@ -229,7 +238,7 @@ class BAOC(BlockOptimizer):
         """
         planner = self._planner(profile, wishes)
         later = self._later_blocks()
-        taken = sum(block.state_bytes for block in later)
+        taken = self._state_bytes(later, wishes)
         samples = self._sampler.nbytes if self._sampler else 0
         budget = planner.budget(wishes.memory, wishes.time)
         is_worth_it = self._is_sampling(wishes) or _needs_samples(wishes) or samples <= _KEPT_SHARE * budget
@@ -239,7 +248,7 @@ class BAOC(BlockOptimizer):
                 plan = planner.plan(wishes.memory, wishes.time, taken=taken + samples)
         if plan is None:
             plan = planner.plan(wishes.memory, wishes.time, taken=taken)
-            keeps = 0 < samples <= budget - taken - plan.state_bytes
+            keeps = 0 < samples <= budget - taken - self._state_bytes(plan.blocks, wishes)
         return dataclasses.replace(plan, blocks=(*plan.blocks, *later)), keeps
 
     def _decided_plan(self, profile: Profile | None, wishes: Wishes) -> tuple[Plan, bool]:
@@ -344,16 +353,23 @@ class BAOC(BlockOptimizer):
 
     def _count_tokens(self, counter: TokenCounter) -> None:
         """After the first step: how long a step is decides what an update may cost."""
-        tokens = agreement.from_first(counter.stop(), self._group)
+        tokens = agreement.from_first(self._over_shards(counter.stop()), self._group)
         self._facts, self._tokens = self._facts.with_tokens(tokens), None
         if not _needs_samples(self._wishes) and tokens is not None and "expected_loss" in self.plan.settings:
             self._plan_now(only_if_other=True)
 
+    def _over_shards(self, tokens: int | None) -> int | None:
+        """Ranks that share an update share the data that it is for: their tokens are one step's."""
+        sharded = next((member for member in self.members() if member.place.ranks is not None), None)
+        if sharded is None:
+            return tokens
+        return int(sharded.place.sum(torch.tensor(tokens or 0, device=sharded.param.device))) or None
+
     def _has_settled(self) -> bool:
-        settle, steps, profile = self._wishes.settle, self._progress.steps, self.profile
+        settle, steps = self._wishes.settle, self._progress.steps
         if settle is None or steps % _REPORT_EVERY:
             return False
-        change = float("inf")
+        profile, change = self.profile, float("inf")
         if profile is not None:
             now = Diagnostics(profile, self._hyper(), self._wishes.settings.anchors)
             change = now.change_since(self._progress.diagnostics)

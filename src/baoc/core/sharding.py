@@ -1,4 +1,4 @@
-"""Tensors whose rows are spread over ranks, as ``fully_shard`` leaves them: which rows are here, and who has the others.
+"""Tensors whose rows are spread over ranks, as ``fully_shard`` leaves them: which are here, and who has the others.
 
 Everything that is sent between ranks goes through :class:`Ranks`, and every rank must ask for it in the same order. So
 what decides whether something is sent may depend on global shapes and on plans, never on the rows that are here.
@@ -75,12 +75,6 @@ class Shard:
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    def sum_over_mesh(self, partial: Tensor) -> Tensor:
-        """Added up over the ranks that hold these rows too: all that see data of their own."""
-        for dim in range(self.mesh.ndim):
-            dist.all_reduce(partial, group=self.mesh.get_group(dim))
-        return partial
-
 
 def fullest(height: int, ranks: int) -> int:
     """How many of ``height`` rows the rank has that has the most: the first."""
@@ -101,7 +95,7 @@ def shard_of(tensor: Tensor, name: str = "") -> Shard | None:
 
     mesh, placements = cast("DTensor", tensor).device_mesh, cast("DTensor", tensor).placements
     *before, last = placements
-    is_by_rows = type(last) is OnDim and last.dim == 0 and mesh.ndim <= 2  # type: ignore[attr-defined]
+    is_by_rows = type(last) is OnDim and last.dim == 0 and mesh.ndim <= 2
     if not is_by_rows or not all(isinstance(placement, Replicate) for placement in before):
         raise NotImplementedError(
             f"parameter {name!r} is a DTensor with placements {tuple(placements)} on a mesh of {mesh.ndim} dims. baoc "
@@ -128,7 +122,7 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def first_rows(tensor: Tensor, rows: int, cols: int) -> Tensor:
-    """The upper left corner of a tensor seen as a matrix of its rows, the same on every rank; shape ``(<=rows, <=cols)``.
+    """The upper left corner of a tensor seen as a matrix of its rows: so many rows and columns, the same on every rank.
 
     >>> first_rows(torch.arange(12.0).view(3, 2, 2), 2, 3)
     tensor([[0., 1., 2.],

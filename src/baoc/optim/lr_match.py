@@ -46,7 +46,9 @@ def _lr_scale(moves: Sequence[Move]) -> float | None:
 def _typical_rms(holding: Holding, mechanism: Mechanism) -> float | None:
     """RMS of a mechanism's next update in units of lr, given what another one's state tells about the gradients."""
     tiles = [(rows, holding.param[rows]) for rows in holding.tiles()]
-    param_rms = _over_all_rows(holding, [(part.numel(), part.float().square().mean().sqrt().item()) for _, part in tiles])
+    param_rms = _over_all_rows(
+        holding, [(part.numel(), part.float().square().mean().sqrt().item()) for _, part in tiles]
+    )
     assert param_rms is not None
     rms_of = functools.partial(mechanism.typical_rms, hyper=holding.hyper)
     lengths = [(part.numel(), rms_of(Evidence(holding.means(rows), holding.ages, param_rms))) for rows, part in tiles]

@@ -81,9 +81,7 @@ class Coordinates:
         self.take_into(taken, tensor, [axis.places(tensor.device) for axis in self.axes])
         return taken
 
-    def take_into(
-        self, taken: Tensor, tensor: Tensor, places: Sequence[Tensor], rows: slice | None = None
-    ) -> None:
+    def take_into(self, taken: Tensor, tensor: Tensor, places: Sequence[Tensor], rows: slice | None = None) -> None:
         """Write the sampled entries into ``taken``, given the places on :attr:`axes`.
 
         With ``rows``, the tensor has only these of dim 0, and what is not among them is left as it was.

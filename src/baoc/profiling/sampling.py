@@ -215,7 +215,7 @@ class _Part:
                 here = torch.view_as_real(here) if here.is_complex() else here
                 coordinates.take_into(into, here, mine, None if shard is None else shard.rows)
         for ranks, pieces in shared.items():
-            summed = ranks.sum(torch.cat(pieces)).split([len(piece) for piece in pieces])
+            summed = torch.split(ranks.sum(torch.cat(pieces)), [len(piece) for piece in pieces])
             for piece, found in zip(pieces, summed):
                 piece.copy_(found)
         return taken

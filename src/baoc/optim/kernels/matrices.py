@@ -120,7 +120,7 @@ def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
 
 
 def _held(batch: Sequence[Job], owners: Owners | None) -> int:
-    """Elements of memory that a batch takes: its directions', and the scratch of the matrices that are finished here."""
+    """Elements of memory that a batch takes: its directions', and the scratch of the matrices finished here."""
     _, rows, cols = as_matrices(batch[0].layout.shape)
     here = sum(as_matrices(tuple(job.param.shape))[0] for job in batch) if owners is None else owners.mine
     return aligned(sum(job.param.numel() for job in batch)) + here * batch[0].layout.mechanism.scratch(rows, cols)

@@ -81,11 +81,29 @@ def trained(model: nn.Module, configuration: Configuration) -> BlockOptimizer:
 
 
 def all_trained(rank: int, mesh_shape: tuple[int, ...], configurations: tuple[Configuration, ...]) -> dict[str, Any]:
+    """What each configuration leaves on this rank."""
     found = {}
     for configuration in configurations:
         model = sharded(Net(), mesh_shape)
-        found[str(configuration)] = outcome(model, trained(model, configuration))
-    return found if rank == 0 else {}
+        optimizer = trained(model, configuration)
+        found[str(configuration)] = {
+            name: {"": held(param.detach()), **{key: held(value) for key, value in optimizer.state[param].items()}}
+            for name, param in model.named_parameters()
+        }
+    return found
+
+
+def held(value: Any) -> Any:
+    """What is here, and whether it is rows of something larger."""
+    return (value.to_local(), value.placements[-1].is_shard()) if isinstance(value, DTensor) else (value, False)
+
+
+def joined(parts: list[tuple[Any, bool]], shards: int) -> Any:
+    """What ranks hold between them; what more than one has must be the same."""
+    for index, (value, is_rows) in enumerate(parts):
+        twin = parts[index % shards if is_rows else 0][0]
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(twin))
+    return torch.cat([value for value, _ in parts[:shards]]) if parts[0][1] else parts[0][0]
 
 
 HSDP = tuple(map(parse, ("adamw-8", "adamw[m=int8,v=factored]", "muon-8", "sinkhorn")))  # one of each reach
@@ -94,13 +112,13 @@ CASES = [(mesh, configuration) for mesh, configurations in MESHES.items() for co
 
 
 @pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory) -> Callable[[tuple[int, ...]], dict[str, Any]]:
-    """What came out on a mesh, by configuration. Its ranks are started once for all of them."""
+def on_ranks(tmp_path_factory) -> Callable[[tuple[int, ...]], list[dict[str, Any]]]:
+    """What came out on each rank of a mesh, by configuration. They are started once for all of them."""
 
     @functools.cache
-    def found(mesh_shape: tuple[int, ...]) -> dict[str, Any]:
+    def found(mesh_shape: tuple[int, ...]) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("ranks")
-        return together(all_trained, math.prod(mesh_shape), folder, mesh_shape, MESHES[mesh_shape])[0]
+        return together(all_trained, math.prod(mesh_shape), folder, mesh_shape, MESHES[mesh_shape])
 
     return found
 
@@ -110,12 +128,12 @@ def on_ranks(tmp_path_factory) -> Callable[[tuple[int, ...]], dict[str, Any]]:
 def test_ranks_train_as_one_process_does(mesh_shape, configuration, on_ranks):
     model = Net()
     optimizer = trained(model, configuration)
-    alone, ours = outcome(model, optimizer), on_ranks(mesh_shape)[str(configuration)]
-    for name, shape in SHAPES.items():
-        is_exact = optimizer.plan.block_of(name).configuration.layout(shape).reach is Reach.ROWS
-        assert_alike(ours["params"][name], alone["params"][name], is_exact, name)
-        for key, value in alone["state"][name].items():
-            assert_alike(ours["state"][name][key], value, is_exact, f"{name} {key}")
+    on_each = [found[str(configuration)] for found in on_ranks(mesh_shape)]
+    for name, param in model.named_parameters():
+        is_exact = optimizer.plan.block_of(name).configuration.layout(SHAPES[name]).reach is Reach.ROWS
+        for key, value in {"": param.detach(), **optimizer.state[param]}.items():
+            ours = joined([found[name][key] for found in on_each], mesh_shape[-1])
+            assert_alike(ours, value, is_exact, f"{name} {key}")
 
 
 def assert_alike(one: Any, other: Any, is_exact: bool, what: str) -> None:

@@ -183,9 +183,12 @@ def saved(rank: int, ranks: int, folder: Path) -> dict[int, Any]:
     return found
 
 
+RESUMED = {1: (3,), 2: (1, 2), 3: (2,)}  # whose checkpoints each number of ranks goes on from
+
+
 def resumed(rank: int, ranks: int, folder: Path) -> dict[Any, Any]:
     found = {}
-    for others in RANKS:
+    for others in RESUMED[ranks]:
         for steps, options in CHECKPOINTS.items():
             path = folder / f"{others}-{steps}"
             model, optimizer = built(ranks, memory=0.5, space="paper")

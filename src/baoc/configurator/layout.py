@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,7 +59,9 @@ def _from_storage(checkpoint: Any, prefix: str) -> dict[str, str]:
     reader = filesystem.FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
     stored = [key for key in reader.read_metadata().state_dict_metadata if key.startswith(prefix)]
     wanted: dict[str, Any] = {full: "" for key in CARRIED if (full := _key_of(key, stored)) is not None}
-    state_dict_loader.load(wanted, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch tells ranks that they read by themselves: so it is meant
+        state_dict_loader.load(wanted, storage_reader=reader, no_dist=True)
     return {key: text for key in CARRIED for full, text in wanted.items() if full.endswith(f".{key}")}
 
 

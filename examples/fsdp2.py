@@ -1,10 +1,10 @@
-"""A small language model, sharded by FSDP2 and trained by BAOC, with checkpoints that any number of ranks can go on from.
+"""A small language model, sharded by FSDP2 and trained by BAOC, with checkpoints for any number of ranks.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py                # on GPUs where there are some, else on the CPU
-    torchrun --nproc-per-node 3 examples/fsdp2.py --steps 300    # later, on other ranks: goes on from the last checkpoint
+    torchrun --nproc-per-node 3 examples/fsdp2.py --steps 300    # later: goes on from the last checkpoint
 
-The text is the help of Python itself. Every step has one batch, which the ranks share, so that the same steps are made on
-any number of them.
+The text is the help of Python itself. Every step has one batch, which the ranks share, so that the same steps are made
+on any number of them.
 """
 
 from __future__ import annotations

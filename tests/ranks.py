@@ -12,7 +12,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # what takes seconds to import is imported once, by the process that the ranks are forked from
-multiprocessing.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "baoc"])
+multiprocessing.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "baoc"]
+)
 
 
 def together(target: Callable[..., Any], ranks: int, folder: Path, *args: Any) -> list[Any]:

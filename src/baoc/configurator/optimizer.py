@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baoc.configurator import agreement, resume
+from baoc.configurator import agreement
+from baoc.configurator.resumable import Resumable
 from baoc.configurator.resume import Progress
 from baoc.configurator.warmup import Diagnostics, fitting_sampler
 from baoc.configurator.wishes import WARMUP, Wishes, is_count, is_number
@@ -24,7 +25,7 @@ from baoc.core.spec import DEFAULT_BETAS, Hyper, real_shape
 from baoc.core.text import human_bytes
 from baoc.optim import checkpoint, groups
 from baoc.optim.groups import Group, Member
-from baoc.optim.optimizer import REHEARSER, BlockOptimizer, is_called_by
+from baoc.optim.optimizer import REHEARSER, is_called_by
 from baoc.planning import risk as risks
 from baoc.planning.planner import DEFAULT_MEMORY, Planner
 from baoc.planning.settings import Settings
@@ -39,7 +40,7 @@ _SAMPLES_SHARE = 0.1  # of the budget, at most, in a warm-up whose plan can do w
 _KEPT_SHARE = 0.01  # likewise, after it
 
 
-class BAOC(BlockOptimizer):
+class BAOC(Resumable):
     """An optimizer within a budget. The training loop does not change.
 
     Args:
@@ -115,33 +116,20 @@ class BAOC(BlockOptimizer):
         self._group = process_group
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, kernel=kernel, **own)
         self._facts = Facts.of(params if isinstance(params, nn.Module) else self._params())
-        self._module: weakref.ref[nn.Module] | None = None
-        self._tokens: TokenCounter | None = None
+        self._module = self._tokens = None
         if isinstance(params, nn.Module) and asked.settings.tokens is None:
             self._module, self._tokens = weakref.ref(params), TokenCounter(params)
-        self._names = [member.name for member in self.members()]  # that plans are made for
+        self._names = [member.name for member in self.members()]
         self._sampler = fitting_sampler(
             self._params(), self._room_for_samples(warmup_base is not None), sample_ratio, seed, betas
         )
         is_final = self._sampler is None and warmup_base is None  # there is nothing to wait for
         self._progress = Progress(since_plan=0 if is_final else None)
-        self._agreed = False  # with the other ranks
-        self._stale = False  # the plan is of other wishes
+        self._agreed = self._stale = False
         best, _ = self._best_plan(None, asked)  # made in any case: a budget that cannot be kept is refused here
         self._adopt(best if warmup_base is None else warmup_base, inherit=False)
         samples = human_bytes(self._sampler.nbytes) if self._sampler else "nothing"
         logger.info("%s of state, and %s for samples", human_bytes(self.plan.state_bytes), samples)
-
-    @property
-    def profile(self) -> Profile | None:
-        """What the gradients of the warm-up were like, beside the weights as they are now; ``None`` before the first
-        step. It saves to one file and answers any budget. What it is made from counts in the budget: if that is more
-        than 1% of it, nothing needs it and the plan leaves no room, it is given up when the warm-up ends. Of sharded
-        parameters, all ranks must ask for it.
-        """
-        if self._sampler is None or not self._sampler.steps:
-            return None
-        return Profile.from_sampler(self._sampler, self._params(), self._facts)
 
     def replan(
         self,
@@ -168,14 +156,6 @@ class BAOC(BlockOptimizer):
         self._wishes = changed
         self._adopt(plan, inherit=inherit, keeps_samples=keeps_samples)
         return self.plan
-
-    def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
-        """As in :class:`BlockOptimizer`. The next plan that is made takes its place."""
-        self._hide_samples()  # they are no state of the parameter they lie with
-        try:
-            super().set_plan(plan, inherit=inherit)
-        finally:
-            self._show_samples()
 
     def add_param_group(self, param_group: Group) -> None:
         """As in torch. The budget holds for all parameters: those that there are make room for the new ones.
@@ -302,9 +282,6 @@ class BAOC(BlockOptimizer):
         planned = set(self._names)
         return [block for block in self.plan.blocks if not block.parameters.keys() & planned]
 
-    def _params(self) -> dict[str, Tensor]:
-        return {member.name: member.param for member in self.members()}
-
     # ---- steps ----
 
     def _before_step(self) -> None:
@@ -402,93 +379,6 @@ class BAOC(BlockOptimizer):
         self._facts, first_plan = agreement.from_first((self._facts, text), self._group)
         if first_plan != text:
             self._adopt(Plan.from_json(first_plan), inherit=True)
-
-    # ---- checkpoints and copies ----
-
-    def _allocate(self) -> None:
-        super()._allocate()
-        self._show_samples()
-
-    def _sample_keeper(self) -> Member | None:
-        return next((member for member in self.members() if member.param.requires_grad), None)
-
-    def _show_samples(self) -> None:
-        """Put the samples into the state, so that they are counted and saved like everything else."""
-        keeper = self._sample_keeper()
-        if self._sampler is None or keeper is None:
-            return
-        held = self.state.get(keeper.param)
-        if held and checkpoint.SAMPLES in held:
-            return
-        if held or not keeper.layout.formats:  # a parameter whose own state is not there yet must not seem to have some
-            self.state[keeper.param][checkpoint.SAMPLES] = resume.tensors_of(self._sampler)
-
-    def _hide_samples(self) -> None:
-        keeper = self._sample_keeper()
-        held = self.state.get(keeper.param, {}) if keeper is not None else {}
-        if keeper is not None and held.pop(checkpoint.SAMPLES, None) and not held:
-            del self.state[keeper.param]
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch, with the plan and all that this optimizer knows."""
-        packed = super().state_dict()
-        positions = checkpoint.positions_by_name(self.param_groups)
-        known = (self._asked, self._wishes, self._progress, self._facts, self._names, self._sampler)
-        checkpoint.write(packed["param_groups"], checkpoint.PLANNER, resume.write(*known, positions))
-        return packed
-
-    def _read_own(self, loaded: checkpoint.Prepared) -> dict[str, Any]:
-        params = dict(groups.named_params(loaded.param_groups))
-        if not loaded.planner:
-            return self._read_foreign(loaded, params)
-        positions = checkpoint.positions_by_name(loaded.param_groups)
-        has_state = any(loaded.state.values())
-        run = resume.read(loaded.planner, loaded.samples, self._asked, params, positions, has_state=has_state)
-        if run.overruled:
-            told = ", ".join(f"{key}={new!r} (it had {old!r})" for key, (old, new) in run.overruled.items())
-            logger.info("the checkpoint is gone on with as this script asks: %s", told)
-        return {
-            "_wishes": run.wishes,
-            "_progress": run.progress,
-            "_facts": run.facts,
-            "_names": run.planned,
-            "_sampler": run.sampler,
-            "_has_stepped": run.progress.steps > 0,
-            "_stale": not run.overruled.keys() <= {"warmup", "settle", "replan_every"},
-        }
-
-    def _read_foreign(self, loaded: checkpoint.Prepared, params: dict[str, Tensor]) -> dict[str, Any]:
-        """From a checkpoint of an optimizer that does not plan: a warm-up goes on with its plan, under its names."""
-        names = dict(zip(self._params(), params))
-        roles = {names[name]: role for name, role in self._facts.roles.items() if name in names}
-        regime = loaded.plan.settings.get("regime")  # the weights of a run that goes on do not tell how it began
-        facts = dataclasses.replace(
-            self._facts, roles=roles, regime=regime if regime in risks.REGIMES else self._facts.regime
-        )
-        sampler = None if self._sampler is None else resume.renamed(self._sampler, names, params)
-        return {"_names": [names[name] for name in self._names], "_facts": facts, "_sampler": sampler}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._agreed = False
-        if "_tokens" in state:  # a copy
-            return
-        self._show_samples()
-        self._follow_tokens()
-
-    def _follow_tokens(self) -> None:
-        """Tokens are counted in a run's first step, and only there."""
-        if self._facts.tokens is not None and self._tokens is not None:
-            self._tokens.stop()
-            self._tokens = None
-        module = self._module() if self._module is not None else None
-        if self._facts.tokens is None and self._tokens is None and module is not None:
-            self._tokens = TokenCounter(module)
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = ("_asked", "_wishes", "_progress", "_names", "_facts", "_tokens", "_sampler", "_stale")
-        kept = super().__getstate__() | {name: self.__dict__[name] for name in own}
-        return kept | {"_group": None, "_module": None}  # neither can be copied
 
 
 def _needs_samples(wishes: Wishes) -> bool:

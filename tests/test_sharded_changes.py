@@ -1,4 +1,4 @@
-"""What happens to sharded state besides steps: changes of plans, groups that join, copies, files and whole state dicts."""
+"""What happens to sharded state besides steps: changes of plans, late groups, copies, files, whole state dicts."""
 
 from __future__ import annotations
 

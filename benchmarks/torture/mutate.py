@@ -63,7 +63,7 @@ def mutated(value: Any, draw: random.Random) -> Any:
 
 def _mutate(value: Any, draw: random.Random) -> Any:
     inner = [key for key in _keys(value) if not isinstance(value, str)]
-    if inner and draw.random() < 0.85:
+    if inner and draw.random() < 0.96:
         key = draw.choice(inner)
         if draw.random() < 0.1:
             if isinstance(value, dict) and draw.random() < 0.3:
@@ -148,7 +148,9 @@ class Plans(Target):
             plan = Plan.from_json(text)
             plan.table(wide=True)
             str(plan)
-            BlockOptimizer(self._model, plan=plan, lr=0.0).step()
+            optimizer = BlockOptimizer(self._model, plan=plan, lr=0.0)
+            if draw.random() < 0.2:
+                optimizer.step()
         except (PlanError, ConfigurationError):
             return REFUSED
         assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
@@ -184,52 +186,50 @@ class Profiles(Target):
 
 
 class Checkpoints(Target):
-    """Loaded into an optimizer that has been training, which then takes a step."""
+    """Loaded into an optimizer that has been training, which must be as it was if it is refused, and go on if not."""
 
     def __init__(self) -> None:
         settings = ({"warmup": 2}, {"warmup": 20, "space": "paper"}, {"warmup": 2, "space": "paper", "replan_every": 2})
         self._cases = [self._case(given) for given in settings]
 
     @staticmethod
-    def _case(settings: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    def _case(settings: dict[str, Any]) -> tuple[BAOC, Any, Any]:
+        """An optimizer, what it holds, and a checkpoint of the same run from before."""
         model = make_model()
         optimizer = BAOC(model, lr=1e-3, memory=0.6, **settings)
-        for step in range(3):
+        saved = []
+        for step in range(4):
             backward(model, step)
             optimizer.step()
-            optimizer.zero_grad()
-        return settings, copy.deepcopy(optimizer.state_dict())
+            saved.append(copy.deepcopy(optimizer.state_dict()))
+        optimizer.load_state_dict(saved[-1])  # which brings blocks into the order of parameters
+        return optimizer, copy.deepcopy(optimizer.state_dict()), saved[-2]
 
     def attempt(self, draw: random.Random) -> Outcome:
-        settings, good = draw.choice(self._cases)
-        model = make_model()
-        optimizer = BAOC(model, lr=1e-3, memory=0.6, **settings)
-        backward(model, 7)
-        optimizer.step()
-        before = copy.deepcopy(optimizer.state_dict())
+        optimizer, held, good = draw.choice(self._cases)
         try:
             optimizer.load_state_dict(mutated(good, draw))
         except CheckpointError:
-            _check_same(optimizer.state_dict(), before)
-            optimizer.step()
+            _check_same(optimizer.state_dict(), held)
             return REFUSED
-        optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
+        try:
+            optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        finally:
+            optimizer.load_state_dict(copy.deepcopy(held))
         return HARMLESS
 
 
-def _check_same(left: Any, right: Any) -> None:
-    if isinstance(left, Tensor):
-        assert torch.equal(left, right), "a refused checkpoint has changed a tensor"
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys(), "a refused checkpoint has changed what there is"
+def _check_same(left: Any, right: Any, place: str = "") -> None:
+    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
         for key in left:
-            _check_same(left[key], right[key])
-    elif isinstance(left, list):
-        for one, other in zip(left, right):
-            _check_same(one, other)
+            _check_same(left[key], right[key], f"{place}.{key}")
+    elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        for index, (one, other) in enumerate(zip(left, right)):
+            _check_same(one, other, f"{place}.{index}")
     else:
-        assert left == right, "a refused checkpoint has changed a value"
+        is_same = torch.equal(left, right) if isinstance(left, Tensor) else left == right
+        assert is_same, f"a refused checkpoint has changed {place}"
 
 
 TARGETS: dict[str, type[Target]] = {"plans": Plans, "profiles": Profiles, "checkpoints": Checkpoints}

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from baoc.core.configuration import Configuration, Layout, parse
@@ -74,14 +75,39 @@ def positions_by_name(param_groups: Sequence[Group]) -> dict[str, str]:
     return dict(zip((name for name, _ in groups.named_params(param_groups)), groups.positions(param_groups)))
 
 
+def copied(state_dict: Any) -> dict[str, Any]:
+    """A shallow copy of a state dict, for hooks to write to."""
+    if not isinstance(state_dict, Mapping):
+        raise CheckpointError(
+            f"this is not an optimizer's state dict but a {type(state_dict).__name__}. Pass what "
+            "optimizer.state_dict() gave."
+        )
+    return dict(state_dict)
+
+
 def prepare(
     state_dict: Mapping[str, Any], members: Sequence[Member], current: Sequence[Group], own_plan: Plan | None
 ) -> Prepared:
-    """What ``load_state_dict`` is to install.
+    """What ``load_state_dict`` is to install; nothing is changed, and whatever is wrong is a :class:`CheckpointError`.
 
     ``own_plan``: the optimizer's own stays, and the checkpoint's state is migrated into it. Without one, the
     checkpoint's is taken over, if it has one.
     """
+    try:
+        return _prepare(state_dict, members, current, own_plan)
+    except (CheckpointError, torch.OutOfMemoryError):
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint is damaged ({type(error).__name__}: {error}). Load another one."
+        ) from error
+
+
+def _prepare(
+    state_dict: Mapping[str, Any], members: Sequence[Member], current: Sequence[Group], own_plan: Plan | None
+) -> Prepared:
     saved = _read_groups(state_dict)
     _check_groups(saved, current)
     saved_plan = _read_plan(saved)

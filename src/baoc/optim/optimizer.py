@@ -212,7 +212,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         included. The checkpoint is checked as a whole before anything is changed. torch's state dicts do not say which
         optimizer wrote them: their state is moved into the configurations this one has.
         """
-        state_dict = state_dict.copy()
+        state_dict = checkpoint.copied(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced

@@ -75,6 +75,7 @@ class Planner:
         self._terms = self._risks()
         self.memory = cost.memory(self.blocks, self.candidates)
         self.time = self._times()
+        self._good: dict[float, int] = {}  # what memory="auto" is, by the time budget
 
     @property
     def reference_bytes(self) -> int:
@@ -119,12 +120,15 @@ class Planner:
 
     def _smallest_good(self, time: float) -> int:
         """The least memory whose plan is within the tolerance of the best: the curve falls, so halving finds it."""
+        if time in self._good:
+            return self._good[time]
         low, high = self.least_bytes(time), int(self.memory.max(axis=1).sum())
         aim = self._solve(None, time).objective + self.settings.tolerance + 1e-9
         step = max(1, self.reference_bytes >> 10)  # finer than anybody would ask for
         while high - low > step:
             middle = (low + high) // 2
             low, high = (low, middle) if self._solve(middle, time).objective <= aim else (middle, high)
+        self._good[time] = high
         return high
 
     def _solve(self, budget: int | None, time: float) -> Solution:

@@ -158,7 +158,7 @@ class Planner:
         total = np.array([[sum(terms.values()) for terms in row] for row in self._terms])
         if np.isnan(total).any():
             block = self.names[int(np.argmax(np.isnan(total).any(axis=1)))]
-            raise PlanError(f"the risks of block {block!r} are not numbers: what its profile holds is beyond all range.")
+            raise PlanError(f"the risks of block {block!r} are not numbers: its profile holds what is beyond range.")
         total -= self.settings.preference * self._meant(self._preferred)
         forbidden = self._meant(self._forbidden) | self._unsuited()
         if forbidden.all(axis=1).any():

@@ -217,6 +217,9 @@ class Checkpoints(Target):
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         finally:
             optimizer.load_state_dict(copy.deepcopy(held))
+            for group, before in zip(optimizer.param_groups, held["param_groups"]):
+                for key in group.keys() - before.keys():  # unknown ones are others' business, and stay
+                    del group[key]
         return HARMLESS
 
 

@@ -125,7 +125,7 @@ class BAOC(Resumable):
         )
         is_final = self._sampler is None and warmup_base is None  # there is nothing to wait for
         self._progress = Progress(since_plan=0 if is_final else None)
-        self._agreed = self._stale = False
+        self._agreed = False
         best, _ = self._best_plan(None, asked)  # made in any case: a budget that cannot be kept is refused here
         self._adopt(best if warmup_base is None else warmup_base, inherit=False)
         samples = human_bytes(self._sampler.nbytes) if self._sampler else "nothing"
@@ -146,13 +146,9 @@ class BAOC(Resumable):
         must call it.
         """
         changed = self._wishes.changed("replan", memory, time, settings)
-        profile = profile or self.profile
-        if profile is None and _needs_samples(changed):
-            raise RuntimeError(
-                "there is no profile to plan from: no gradient was sampled, or what was sampled was given up for room. "
-                "Pass profile=, or set replan_every so that sampling goes on."
-            )
-        plan, keeps_samples = self._decided_plan(profile, changed)
+        plan, keeps_samples = self._decided_plan(
+            profile or self.profile, changed, needs_profile=_needs_samples(changed)
+        )
         self._wishes = changed
         self._adopt(plan, inherit=inherit, keeps_samples=keeps_samples)
         return self.plan
@@ -231,10 +227,15 @@ class BAOC(Resumable):
             keeps = 0 < samples <= budget - taken - self._state_bytes(plan.blocks, wishes)
         return dataclasses.replace(plan, blocks=(*plan.blocks, *later)), keeps
 
-    def _decided_plan(self, profile: Profile | None, wishes: Wishes) -> tuple[Plan, bool]:
+    def _decided_plan(self, profile: Profile | None, wishes: Wishes, *, needs_profile: bool) -> tuple[Plan, bool]:
         """The best plan as the first rank sees it."""
 
         def decide() -> tuple[str, bool]:
+            if profile is None and needs_profile:
+                raise RuntimeError(
+                    "there is no profile to plan from: no finite gradient was sampled, or what was sampled was given "
+                    "up for room. Pass profile=, or set replan_every so that sampling goes on."
+                )
             plan, keeps_samples = self._best_plan(profile, wishes)
             return plan.to_json(), keeps_samples
 
@@ -251,18 +252,16 @@ class BAOC(Resumable):
 
     def _plan_now(self, *, only_if_other: bool = False) -> None:
         """Make a plan as the training goes. If there is none, the one there is stays, and it is tried again."""
-        profile = self.profile
+        needs_profile = self._sampler is not None and _needs_samples(self._wishes)
         try:
-            if profile is None and self._sampler is not None and _needs_samples(self._wishes):
-                raise PlanError("no finite gradient has been sampled.")
-            plan, keeps_samples = self._decided_plan(profile, self._wishes)
+            plan, keeps_samples = self._decided_plan(self.profile, self._wishes, needs_profile=needs_profile)
         except Exception as error:
             self._progress = dataclasses.replace(self._progress, failed=True)
             logger.warning(
                 "no plan could be made, so training goes on with the one it has, and it is tried again in %d steps: %s",
                 self._wishes.replan_every or self._wishes.warmup,
                 error,
-                exc_info=not isinstance(error, PlanError),
+                exc_info=not isinstance(error, (PlanError, RuntimeError)),
             )
             return
         self._progress = dataclasses.replace(self._progress, failed=False)
@@ -285,12 +284,12 @@ class BAOC(Resumable):
     # ---- steps ----
 
     def _before_step(self) -> None:
-        if (self._agreed and not self._stale) or is_called_by(REHEARSER):
+        if (self._agreed and not self._progress.stale) or is_called_by(REHEARSER):
             return
         if not self._agreed:
             self._agree()
-        if self._stale:
-            self._stale = False
+        if self._progress.stale:
+            self._progress = dataclasses.replace(self._progress, stale=False)
             self._plan_now()
 
     def _before_update(self, stepping: Sequence[Member]) -> None:
@@ -346,7 +345,7 @@ class BAOC(Resumable):
         settle, steps = self._wishes.settle, self._progress.steps
         if settle is None or steps % _REPORT_EVERY:
             return False
-        profile, change = self.profile, float("inf")
+        change, profile = float("inf"), self.profile
         if profile is not None:
             now = Diagnostics(profile, self._hyper(), self._wishes.settings.anchors)
             change = now.change_since(self._progress.diagnostics)
@@ -382,5 +381,5 @@ class BAOC(Resumable):
 
 
 def _needs_samples(wishes: Wishes) -> bool:
-    """Whether a plan can be made from nothing but sampled gradients."""
+    """Whether plans are made from sampled gradients."""
     return wishes.settings.chosen_risk != risks.MEASURED

@@ -40,7 +40,6 @@ class Resumable(BlockOptimizer):
     _module: weakref.ref[nn.Module] | None  # whose tokens are counted
     _group: agreement.Group
     _agreed: bool  # with the other ranks
-    _stale: bool  # the plan is of other wishes
 
     @property
     def profile(self) -> Profile | None:
@@ -109,15 +108,15 @@ class Resumable(BlockOptimizer):
         run = resume.read(loaded.planner, loaded.samples, self._asked, params, positions, has_state=has_state)
         if run.overruled:
             told = ", ".join(f"{key}={new!r} (it had {old!r})" for key, (old, new) in run.overruled.items())
-            logger.info("the checkpoint is gone on with as this script asks: %s", told)
+            logger.info("resumed as this script asks: %s", told)
+        is_stale = not run.overruled.keys() <= _NO_PLANNING
         return {
             "_wishes": run.wishes,
-            "_progress": run.progress,
+            "_progress": dataclasses.replace(run.progress, stale=run.progress.stale or is_stale),
             "_facts": run.facts,
             "_names": run.planned,
             "_sampler": run.sampler,
             "_has_stepped": run.progress.steps > 0,
-            "_stale": not run.overruled.keys() <= _NO_PLANNING,
         }
 
     def _read_foreign(self, loaded: checkpoint.Prepared, params: dict[str, Tensor]) -> dict[str, Any]:
@@ -150,6 +149,6 @@ class Resumable(BlockOptimizer):
             self._tokens = TokenCounter(module)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_asked", "_wishes", "_progress", "_names", "_facts", "_tokens", "_sampler", "_stale")
+        own = ("_asked", "_wishes", "_progress", "_names", "_facts", "_tokens", "_sampler")
         kept = super().__getstate__() | {name: self.__dict__[name] for name in own}
         return kept | {"_group": None, "_module": None}  # neither can be copied

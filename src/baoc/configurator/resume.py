@@ -38,6 +38,8 @@ class Progress:
     """Steps since a plan was made, or tried; ``None`` in the first warm-up."""
     failed: bool = False
     """Whether it could not be made, so that it must be tried again."""
+    stale: bool = False
+    """Whether the plan is of other wishes, so that a new one is due before the next update."""
     diagnostics: NDArray[np.float64] | None = None  # (units, 5), when it was last asked whether they have settled
 
     def stepped(self) -> Progress:
@@ -142,15 +144,18 @@ def read(
 
 
 def _read_progress(content: Mapping[str, Any]) -> Progress:
-    steps, since, failed = content["steps"], content["since_plan"], content["failed"]
-    if not is_count(steps, 0) or not (since is None or is_count(since, 0)) or not isinstance(failed, bool):
-        raise ValueError(f"{steps!r} steps, {since!r} since the last plan, failed: {failed!r}")
+    steps, since = content["steps"], content["since_plan"]
+    if not is_count(steps, 0) or not (since is None or is_count(since, 0)):
+        raise ValueError(f"{steps!r} steps, {since!r} since the last plan")
+    failed, stale = content["failed"], content["stale"]
+    if not isinstance(failed, bool) or not isinstance(stale, bool):
+        raise ValueError(f"{failed!r} and {stale!r} are not true or false")
     diagnostics = content["diagnostics"]
     if diagnostics is not None:
         diagnostics = np.array(diagnostics, dtype=np.float64)
         if diagnostics.ndim != 2:
             raise ValueError("diagnostics are not a table")
-    return Progress(steps, since, failed, diagnostics)
+    return Progress(steps, since, failed, stale, diagnostics)
 
 
 def _read_facts(content: Mapping[str, Any], names: Mapping[str, str]) -> Facts:

@@ -78,6 +78,8 @@ class Wishes:
         known = [name for name in mine if name in asked and name in had]
         kept = {name: had[name] for name in known if mine[name] == asked[name] and had[name] != mine[name]}
         overruled = {name: (had[name], mine[name]) for name in known if asked[name] != mine[name] != had[name]}
+        if "risk" in kept and kept["risk"] not in (None, *risks.RISKS):  # a function, of which only the name is known
+            overruled["risk"] = (kept.pop("risk"), mine["risk"])
         if "anchors" in kept:
             kept["anchors"] = risks.Anchors(**{name: tuple(pair) for name, pair in kept["anchors"].items()})
         own = {name: kept.pop(name) for name in list(kept) if name in {each.name for each in fields(self)}}

@@ -79,6 +79,7 @@ class Planner:
         self._rows = {canonical_name(name): count for name, count in rows.items()}
         self.memory = cost.memory(self.blocks, self.candidates, self._rows)
         self.time = self._times()
+        self._good: dict[float, int] = {}  # what memory="auto" is, by the time budget
 
     @property
     def reference_bytes(self) -> int:
@@ -123,12 +124,15 @@ class Planner:
 
     def _smallest_good(self, time: float) -> int:
         """The least memory whose plan is within the tolerance of the best: the curve falls, so halving finds it."""
+        if time in self._good:
+            return self._good[time]
         low, high = self.least_bytes(time), int(self.memory.max(axis=1).sum())
         aim = self._solve(None, time).objective + self.settings.tolerance + 1e-9
         step = max(1, self.reference_bytes >> 10)  # finer than anybody would ask for
         while high - low > step:
             middle = (low + high) // 2
             low, high = (low, middle) if self._solve(middle, time).objective <= aim else (middle, high)
+        self._good[time] = high
         return high
 
     def _solve(self, budget: int | None, time: float) -> Solution:
@@ -156,6 +160,9 @@ class Planner:
     def cost(self) -> NDArray[np.float64]:
         """Phi of Eq. 2 with preferences (Sec. 3.2), infinite where a configuration is forbidden."""
         total = np.array([[sum(terms.values()) for terms in row] for row in self._terms])
+        if np.isnan(total).any():
+            block = self.names[int(np.argmax(np.isnan(total).any(axis=1)))]
+            raise PlanError(f"the risks of block {block!r} are not numbers: its profile holds what is beyond range.")
         total -= self.settings.preference * self._meant(self._preferred)
         forbidden = self._meant(self._forbidden) | self._unsuited()
         if forbidden.all(axis=1).any():

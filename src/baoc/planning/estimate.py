@@ -72,7 +72,7 @@ def estimate(
     estimates = []
     for configuration in map(parse, configurations):
         plan = Plan.uniform(configuration, shapes, roles)
-        on_first_rank = _bytes_on_first_rank(plan, world_size)
+        on_first_rank = bytes_on_fullest_rank(plan, world_size)
         estimates.append(Estimate(configuration, parameters, plan.state_bytes, on_first_rank, reference_bytes))
     return estimates
 
@@ -112,7 +112,12 @@ def split_excluded(shapes: Mapping[str, Shape], patterns: Sequence[str]) -> tupl
     )
 
 
-def _bytes_on_first_rank(plan: Plan, world_size: int) -> int:
+def bytes_on_fullest_rank(plan: Plan, world_size: int) -> int:
+    """State of the rank that holds most, with parameters sharded on dim 0 as FSDP2 does.
+
+    >>> bytes_on_fullest_rank(Plan.uniform("adamw-32", {"weight": (1000, 512)}), 8) == 8 * 125 * 512
+    True
+    """
     # FSDP2 cuts dim 0 as torch.chunk does, so rank 0 has the most rows of every tensor. 0-d tensors are not cut.
     return sum(
         block.configuration.state_bytes(shape, rows=-(-shape[0] // world_size) if shape else None)

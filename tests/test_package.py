@@ -25,8 +25,8 @@ ROOMS: dict[str, set[str]] = {
     "plan": ENGINE,
     "calibrate": ENGINE,
     "configurator": ENGINE,
-    "fit": {*ENGINE, "models"},
-    "report": ENGINE,
+    "report": {*ENGINE, "configurator"},
+    "fit": {*ENGINE, "models", "report"},
     "cli": {*ENGINE, "_version", "calibrate", "fit", "models", "plan", "report"},
     "__main__": {"cli"},
 }

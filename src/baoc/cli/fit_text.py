@@ -150,4 +150,3 @@ def _yes(fits: bool, answer: Answer) -> str:
 
 def _signed(loss: float) -> str:
     return f"{loss:+.2f}%"
-

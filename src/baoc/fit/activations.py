@@ -27,12 +27,13 @@ class Activations:
     outside: int
     layers: tuple[int, ...]  # what each saves besides its inputs
     inputs: tuple[int, ...]  # of each layer
+    saved_inputs: int  # of all of them, those that autograd saves: a norm that computes in fp32 saves its own copy
     largest_outside: int  # tensor
     largest_inside: int
 
     def saved(self, *, checkpointing: bool = False) -> int:
         """What is held when the backward pass begins."""
-        return self.outside + sum(self.inputs) + (0 if checkpointing else sum(self.layers))
+        return self.outside + (sum(self.inputs) if checkpointing else sum(self.layers) + self.saved_inputs)
 
     def peak(self, *, checkpointing: bool = False) -> int:
         """The most that is held: a gradient as large as the largest tensor comes to what is saved.
@@ -120,6 +121,7 @@ class _Count:
             sum(outside),
             tuple(_per_layer(own.values(), len(self._layers))),
             tuple(_per_layer(self._inputs.values(), len(self._layers))),
+            sum(nbytes for key, (nbytes, _) in self._inputs.items() if key in self._saved),
             max(outside, default=0),
             max(inside, default=0),
         )
@@ -142,7 +144,7 @@ def _per_layer(found: Iterable[tuple[int, int | None]], layers: int) -> list[int
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -161,7 +163,7 @@ class _AsOnAGPU(TorchFunctionMode):
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-    out: Tensor = _FlashAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+    out: Tensor = _FlashAttention.apply(query, key, value)
     return out
 
 

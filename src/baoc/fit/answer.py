@@ -17,6 +17,7 @@ from baoc.planning.estimate import bytes_on_fullest_rank
 from baoc.planning.planner import Planner
 from baoc.planning.settings import AUTO, Settings
 from baoc.profiling.facts import Facts
+from baoc.report.frontier import smallest_budget
 
 UNIFORM = ("adamw-32", "adamw-16", "adamw-8")
 """What people have today, to compare with."""
@@ -167,9 +168,7 @@ def _best_plan(planner: Planner, room: int | None, shards: int) -> Plan:
 
 
 def _smallest_plan(planner: Planner) -> Plan:
-    """The cheapest, but for norms and biases: fp32 state of those costs next to nothing."""
-    vectors = [shape for block in planner.blocks for shape in block.values() if len(shape) < 2]
-    return planner.plan(planner.least_bytes() + sum(parse("adamw-32").state_bytes(shape) for shape in vectors))
+    return planner.plan(smallest_budget(planner))
 
 
 def _largest_state(plan: Plan, shards: int) -> int:
@@ -185,7 +184,9 @@ def _rows(shape: Shape, shards: int) -> int | None:
     return -(-shape[0] // shards) if shape else None
 
 
-def _uniform_loss(configuration: Configuration, shapes: Mapping[str, Shape], facts: Facts, settings: Settings) -> float | None:
+def _uniform_loss(
+    configuration: Configuration, shapes: Mapping[str, Shape], facts: Facts, settings: Settings
+) -> float | None:
     """What the measured effects say of one configuration for all; vectors have fp32 state in it, or nearly so."""
     sizes = [(facts.role(name, shape), math.prod(shape)) for name, shape in shapes.items()]
     shares = risks.role_shares(sizes, of=risks.elements(sizes))

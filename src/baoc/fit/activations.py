@@ -163,7 +163,7 @@ class _AsOnAGPU(TorchFunctionMode):
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-    out: Tensor = _FlashAttention.apply(query, key, value)
+    out: Tensor = _FlashAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -171,7 +171,7 @@ class _FlashAttention(torch.autograd.Function):
     """Its shapes and what it saves; it is never run on data."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         *batch, heads, length, _ = query.shape
         # (..., length, heads, width) in memory, as the kernels write it
         out = query.new_empty(*batch, length, heads, value.shape[-1]).transpose(-3, -2)

@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import Any
 
 from baoc.core.configuration import REFERENCE, Configuration
@@ -45,9 +47,10 @@ class Sources:
         if self.profile is not None:
             shapes = self.profile.shapes
         elif plans:
-            found = {n: shape for block in next(iter(plans.values())).blocks for n, shape in block.parameters.items()}
-            order = self.run.order if self.run and set(self.run.order) == set(found) else _guessed_order(found)
-            shapes = {name: tuple(found[name]) for name in order}
+            plan = next(iter(plans.values()))
+            found = {name: tuple(shape) for block in plan.blocks for name, shape in block.parameters.items()}
+            order = self.run.order if self.run and set(self.run.order) == set(found) else _guessed_order(plan)
+            shapes = {name: found[name] for name in order}
         else:
             raise ReportError("there is nothing to report: give a profile, a plan, or the log of a run with a plan.")
         for name, plan in plans.items():
@@ -137,9 +140,7 @@ def _plan(
     }
 
 
-def _tensor(
-    name: str, shape: Shape, layers: list[str], sources: Sources, planner: Planner | None
-) -> dict[str, Any]:
+def _tensor(name: str, shape: Shape, layers: list[str], sources: Sources, planner: Planner | None) -> dict[str, Any]:
     role = planner.facts.role(name, shape) if planner else role_of(shape, name)
     return {
         "name": name,
@@ -223,10 +224,42 @@ def _layer(name: str) -> str:
     return numbered[1] if numbered else name.rpartition(".")[0] or name
 
 
-def _guessed_order(shapes: Mapping[str, Shape]) -> list[str]:
-    """Embeddings first, heads last, and numbers as numbers: a plan lists its tensors by block."""
-    parts = {name: [(not part.isdigit(), part.zfill(8)) for part in name.split(".")] for name in shapes}
-    return sorted(shapes, key=lambda name: (_FIRST.get(role_of(shapes[name], name), 1), parts[name]))
+def _guessed_order(plan: Plan) -> list[str]:
+    """The model's order, as far as a plan keeps it: each of its blocks lists tensors in that order.
+
+    Layers follow each other as they do within the blocks. What that leaves open goes by name, with embeddings first,
+    heads last, and numbers as numbers.
+
+    >>> shapes = {"embed.weight": (9, 9), "h.2.weight": (9, 9), "h.10.weight": (9, 9), "head.weight": (9, 9)}
+    >>> _guessed_order(Plan.uniform("sgd", dict(reversed(shapes.items())))) == list(reversed(shapes))
+    True
+    """
+    shapes = {name: shape for block in plan.blocks for name, shape in block.parameters.items()}
+    by_name = {name: (_FIRST.get(role_of(shape, name), 1), _parts(name)) for name, shape in shapes.items()}
+    by_layer = {_layer(name): by_name[name] for name in sorted(shapes, key=by_name.__getitem__, reverse=True)}
+    sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(by_layer, ()))
+    for block in plan.blocks:
+        layers = list(dict.fromkeys(map(_layer, block.parameters)))
+        for before, after in pairwise(layers):
+            sorter.add(after, before)
+    try:
+        sorter.prepare()
+    except CycleError:  # a plan that was written by hand
+        return sorted(shapes, key=by_name.__getitem__)
+    place: dict[str, int] = {}
+    ready: set[str] = set()
+    while sorter.is_active():
+        ready |= set(sorter.get_ready())
+        layer = min(ready, key=by_layer.__getitem__)
+        ready.remove(layer)
+        place[layer] = len(place)
+        sorter.done(layer)
+    listed = {name: index for index, name in enumerate(shapes)}
+    return sorted(shapes, key=lambda name: (place[_layer(name)], _parts(name), listed[name]))
+
+
+def _parts(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def _share(plan: Plan, reference: int) -> str:

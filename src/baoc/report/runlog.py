@@ -49,7 +49,8 @@ class RunLog:
     """
 
     def __init__(self, path: str | os.PathLike[str], optimizer: BlockOptimizer) -> None:
-        self._optimizer, self._plan = optimizer, None
+        self._optimizer = optimizer
+        self._plan: Plan | None = None  # the last that was logged
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lines are there when written
         self._write("start", format=FORMAT, version=VERSION)
 

@@ -58,7 +58,7 @@ class FrontierChart {
     });
     if (isLoss) {
       root.append(shape("line", { class: "mark", x1: PAD.left, x2: width - PAD.right, y1: y(0), y2: y(0) }));
-      root.append(shape("text", { x: PAD.left + 6, y: y(0) - 5 }, "AdamW32"));
+      root.append(shape("text", { x: PAD.left + 6, y: y(0) + (high > 0.02 ? 15 : -5) }, "AdamW32"));
     }
     root.append(shape("line", { class: "mark", x1: x(data.reference_bytes), x2: x(data.reference_bytes), y1: PAD.top, y2: height - PAD.bottom }));
     root.append(shape("text", { x: x(data.reference_bytes) - 5, y: PAD.top + 8, "text-anchor": "end" }, "AdamW16's state"));
@@ -77,7 +77,7 @@ class FrontierChart {
     for (const plan of others) {
       const [a, b] = [x(plan.bytes), y(plan.risk)];
       root.append(shape("rect", { class: "dot named", x: a - 5, y: b - 5, width: 10, height: 10 }));
-      wanted.push({ x: a, y: b, text: plan.name });
+      if (width > 480) wanted.push({ x: a, y: b, text: plan.name });
     }
     labels(root, wanted, width);
     this.points = points;
@@ -136,12 +136,12 @@ class RunChart {
         if (x(end) - x(start) > 54) root.append(shape("text", { x: x(start) + 6, y: height - PAD.bottom - 7 }, phase));
       }
     });
-    axes(root, x, y, ticks(first, run.last_step, width / 110), ticks(low, high + margin, height / 60), width, height, {
+    axes(root, x, y, ticks(first, run.last_step, width / 110), names.ticks(low, high + margin, height / 60), width, height, {
       x: (tick) => String(tick), y: names.y, below: "step",
     });
     run.plan_steps.slice(1).forEach((step) => {
       root.append(shape("line", { class: "mark", x1: x(step), x2: x(step), y1: PAD.top, y2: height - PAD.bottom }));
-      root.append(shape("text", { x: x(step) + 5, y: PAD.top + 10 }, "new plan"));
+      root.append(shape("text", { x: x(step), y: PAD.top - 4, "text-anchor": "middle" }, "new plan"));
     });
     const clip = `clip-${names.id}`;
     root.append(shape("clipPath", { id: clip }, shape("rect", { x: PAD.left, y: PAD.top - 6, width: width - PAD.left - PAD.right, height: height - PAD.bottom - PAD.top + 6 })));

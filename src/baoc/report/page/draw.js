@@ -31,8 +31,14 @@ function quantity(count) {
   return String(count);
 }
 
+/** Round numbers of the unit in which the largest is read. */
+function byteTicks(low, high, count) {
+  const unit = 1024 ** Math.max(0, Math.floor(Math.log2(Math.max(1, high)) / 10));
+  return ticks(low / unit, high / unit, count).map((tick) => tick * unit);
+}
+
 const percent = (value, digits = 1) => `${(100 * value).toFixed(digits)}%`;
-const signed = (value, digits = 2) => `${value < 0 ? "\u2212" : "+"}${Math.abs(value).toFixed(digits)}`;
+const signed = (value, digits = 2) => `${value < 0 ? "\u2212" : value > 0 ? "+" : ""}${Math.abs(value).toFixed(digits)}`;
 const isLoss = data.frontier.concat(data.plans).some((plan) => plan.loss !== null);
 const lossText = (value) => (value === null ? "not known" : isLoss ? `${signed(value)}%` : value.toFixed(3));
 
@@ -42,7 +48,14 @@ const HUES = {
   adafactor: "#8A7A00", adam: "#56B4E9", sgdwm: "#E69F00", sgdm: "#E69F00", sgdw: "#009E73", sgd: "#009E73",
 };
 const SPARE = ["#7A5195", "#666666", "#8A7A00", "#CC79A7"];
-const STRENGTHS = [[92], [92, 48], [92, 62, 36], [92, 68, 48, 30]];
+const [STRONGEST, WEAKEST] = [96, 38]; // percent of the hue, the rest is the surface
+
+/** Whether white or black letters are easier to read on a hue mixed with a grey surface. */
+function readable(hue, strength, surface) {
+  const channels = [1, 3, 5].map((at) => (parseInt(hue.slice(at, at + 2), 16) * strength + surface * (1 - strength)) / 255);
+  const [red, green, blue] = channels.map((each) => (each <= 0.04 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.18 ? "white" : "black";
+}
 
 function paint(configurations) {
   const families = new Map();
@@ -55,10 +68,10 @@ function paint(configurations) {
     const hue = HUES[mechanism] ?? SPARE[spare++ % SPARE.length];
     members.sort((a, b) => configurations[b].each - configurations[a].each);
     members.forEach((index, place) => {
-      const strengths = STRENGTHS[Math.min(members.length, STRENGTHS.length) - 1];
-      const strength = strengths[Math.floor((place * strengths.length) / members.length)];
-      configurations[index].colour = `color-mix(in oklab, ${hue} ${strength}%, var(--surface))`;
-      configurations[index].isStrong = strength > 55;
+      const strength = STRONGEST - ((STRONGEST - WEAKEST) * place) / Math.max(1, members.length - 1);
+      configurations[index].colour = `color-mix(in oklab, ${hue} ${strength.toFixed(0)}%, var(--surface))`;
+      configurations[index].onLight = readable(hue, strength / 100, 255);
+      configurations[index].onDark = readable(hue, strength / 100, 25);
     });
   }
 }

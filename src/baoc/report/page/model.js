@@ -4,10 +4,11 @@ const NARROW = 560;
 const elements = data.tensors.reduce((sum, tensor) => sum + tensor.numel, 0);
 const inLayers = data.layers.map((_, layer) => data.tensors.map((tensor, index) => [tensor, index]).filter(([tensor]) => tensor.layer === layer));
 
-/** Lengths that sum to `room`: in proportion, but none below `least`. */
+/** Lengths that sum to `room`: in proportion, but none below `least`, unless the small ones would then take too much. */
 function shares(sizes, room, least) {
-  const floor = Math.min(least, room / sizes.length);
   const total = sizes.reduce((sum, size) => sum + size, 0) || 1;
+  const few = sizes.filter((size) => (size / total) * room < least).length;
+  const floor = Math.min(least, (room * (few === sizes.length ? 1 : 0.15)) / Math.max(1, few));
   const small = sizes.map((size) => (size / total) * room < floor);
   const left = room - floor * small.filter(Boolean).length;
   const large = sizes.reduce((sum, size, index) => sum + (small[index] ? 0 : size), 0) || 1;
@@ -43,7 +44,7 @@ class Mosaic {
   draw(width) {
     const upright = width < NARROW; // layers become rows
     const along = upright ? Math.max(420, data.layers.length * 24) : width;
-    const across = upright ? width - 64 : 300;
+    const across = upright ? width - 64 : 340;
     const root = shape("svg", {
       viewBox: upright ? `0 0 ${width} ${along}` : `0 0 ${width} ${across + 24}`, role: "group", "aria-label": this.label,
     });
@@ -74,17 +75,17 @@ class Mosaic {
   }
 
   add(root, tensor, index, rect) {
-    const block = shape("rect", { ...rect, rx: 2, class: "block", role: "img", tabindex: index === this.current ? 0 : -1 });
+    const thin = Math.min(rect.width, rect.height) < 4 ? " thin" : "";
+    const block = shape("rect", { ...rect, rx: thin ? 0 : 2, class: `block${thin}`, role: "img", tabindex: index === this.current ? 0 : -1 });
     block.addEventListener("pointerenter", () => this.tell(index, block));
     block.addEventListener("focus", () => { this.current = index; this.tell(index, block); });
     block.addEventListener("blur", () => hideTip());
     this.blocks[index] = block;
     root.append(block);
-    if (rect.width > 74 && rect.height > 15) {
-      const most = Math.floor((rect.width - 10) / 6.2);
-      const text = shape("text", { x: rect.x + 6, y: rect.y + Math.min(rect.height - 4, 14), class: "label" });
-      text.dataset.of = index;
-      text.dataset.most = most;
+    for (const line of [0, 1]) {
+      if (rect.width < 60 || rect.height < 16 + 15 * line) break;
+      const text = shape("text", { x: rect.x + 6, y: rect.y + 14 + 14 * line, class: "label" });
+      Object.assign(text.dataset, { of: index, line, most: Math.floor((rect.width - 12) / 6.7) });
       root.append(text);
     }
   }
@@ -112,9 +113,9 @@ class Mosaic {
     for (const text of this.box.querySelectorAll("text.label")) {
       const index = Number(text.dataset.of);
       const configuration = data.configurations[this.plan.configuration_of[index]];
-      const words = `${within(data.tensors[index])}`;
-      text.textContent = words.length > text.dataset.most ? words.slice(0, text.dataset.most - 1) + "…" : words;
-      text.setAttribute("class", `label ${configuration.isStrong ? "on" : "off"}`);
+      const words = text.dataset.line === "0" ? within(data.tensors[index]) : configuration.name;
+      text.textContent = words.length > text.dataset.most ? `${words.slice(0, text.dataset.most - 1)}…` : words;
+      text.setAttribute("class", `label light-${configuration.onLight} dark-${configuration.onDark}`);
       text.style.opacity = this.blocks[index].classList.contains("faded") ? 0.3 : 1;
     }
   }

@@ -136,9 +136,10 @@ function compare() {
 
   compareWith = (first, second) => { a.value = first; b.value = second; show(); select("compare"); };
   for (const control of [a, b, byId("dim")]) control.addEventListener("change", show);
-  const firstOfFrontier = data.plans.length;
-  a.value = data.plans.length ? 0 : firstOfFrontier + (data.auto ?? 0);
-  b.value = data.plans.length > 1 ? data.plans.length - 1 : data.frontier.length ? firstOfFrontier + (data.plans.length ? data.auto ?? 0 : data.frontier.length - 1) : 0;
+  const start = data.plans.length ? 0 : data.auto ?? 0;
+  const differs = everyPlan.findIndex((plan) => plan.configuration_of.some((which, index) => which !== everyPlan[start].configuration_of[index]));
+  a.value = start;
+  b.value = Math.max(0, differs);
   show();
 }
 
@@ -163,10 +164,10 @@ function run() {
     byId("readout").textContent = `step ${at}: loss ${now ? now[1].toPrecision(4) : "–"}, ${bytes(lastBefore(held, at)[1])} of state, ${lastBefore(phases, at)[1]}`;
   };
   charts.push(new RunChart(byId("loss"), 300, [{ points: loss, kind: "raw" }, { points: smooth, kind: "" }], {
-    id: "loss", words: "Loss over steps, as logged and smoothed", y: (tick) => String(Number(tick.toPrecision(3))),
+    id: "loss", words: "Loss over steps, as logged and smoothed", ticks, y: (tick) => String(Number(tick.toPrecision(3))),
   }, move));
   charts.push(new RunChart(byId("state"), 190, [{ points: held, kind: "", isStairs: true }], {
-    id: "state", words: "Bytes of optimizer state over steps", y: bytes,
+    id: "state", words: "Bytes of optimizer state over steps", ticks: byteTicks, y: bytes,
   }, move, true));
   const place = data.plans.length - planSteps.length;
   const rows = events.map(([step, text]) => {

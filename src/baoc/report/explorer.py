@@ -23,7 +23,7 @@ def page(sources: Sources) -> str:
     (True, False)
     """
     # "</script>" in a parameter's name would end the script; JSON may spell it otherwise
-    data = json.dumps(content(sources), separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    data = json.dumps(content(sources), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {
         "{{title}}": html.escape(sources.title),
         "{{style}}": _file("page.css"),

@@ -16,7 +16,13 @@ function shares(sizes, room, least) {
 }
 
 const lastPart = (name) => name.split(".").slice(-1)[0];
-const within = (tensor) => tensor.name.slice(data.layers[tensor.layer].length).replace(/^\./, "") || lastPart(tensor.name);
+
+/** A tensor's name within its layer; in a layer without a number, with the layer's own. */
+function within(tensor) {
+  const layer = data.layers[tensor.layer];
+  const rest = tensor.name.slice(layer.length).replace(/^\./, "");
+  return /^\d+$/.test(lastPart(layer)) && rest ? rest : [lastPart(layer), rest].filter(Boolean).join(".");
+}
 
 class Mosaic {
   constructor(box, label, plan) {
@@ -85,7 +91,7 @@ class Mosaic {
     for (const line of [0, 1]) {
       if (rect.width < 60 || rect.height < 16 + 15 * line) break;
       const text = shape("text", { x: rect.x + 6, y: rect.y + 14 + 14 * line, class: "label" });
-      Object.assign(text.dataset, { of: index, line, most: Math.floor((rect.width - 12) / 6.7) });
+      Object.assign(text.dataset, { of: index, line, most: Math.floor((rect.width - 10) / 7) });
       root.append(text);
     }
   }

@@ -48,12 +48,14 @@ const HUES = {
   adafactor: "#8A7A00", adam: "#56B4E9", sgdwm: "#E69F00", sgdm: "#E69F00", sgdw: "#009E73", sgd: "#009E73",
 };
 const SPARE = ["#7A5195", "#666666", "#8A7A00", "#CC79A7"];
-const [STRONGEST, WEAKEST] = [96, 42]; // percent of the hue, the rest is the surface
+// How much of a hue a colour has, from the weakest on, the rest being the surface; and how far hues are lifted to white.
+const THEMES = { light: { surface: 255, lift: 0, weakest: 0.42, span: 0.54 }, dark: { surface: 25, lift: 0.14, weakest: 0.58, span: 0.4 } };
 
-/** Whether white or black letters are easier to read on a hue, lifted towards white and mixed with a grey surface. */
-function readable(hue, lift, strength, surface) {
+/** Whether white or black letters are easier to read on a configuration's colour. */
+function readable(hue, strength, { surface, lift, weakest, span }) {
+  const share = weakest + strength * span;
   const lifted = [1, 3, 5].map((at) => parseInt(hue.slice(at, at + 2), 16) * (1 - lift) + 255 * lift);
-  const channels = lifted.map((each) => (each * strength + surface * (1 - strength)) / 255);
+  const channels = lifted.map((each) => (each * share + surface * (1 - share)) / 255);
   const [red, green, blue] = channels.map((each) => (each <= 0.04 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4));
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.18 ? "white" : "black";
 }
@@ -69,10 +71,11 @@ function paint(configurations) {
     const hue = HUES[mechanism] ?? SPARE[spare++ % SPARE.length];
     members.sort((a, b) => configurations[b].each - configurations[a].each);
     members.forEach((index, place) => {
-      const strength = STRONGEST - ((STRONGEST - WEAKEST) * place) / Math.max(1, members.length - 1);
-      configurations[index].colour = `color-mix(in oklab, color-mix(in oklab, white var(--lift), ${hue}) ${strength.toFixed(0)}%, var(--surface))`;
-      configurations[index].onLight = readable(hue, 0, strength / 100, 255);
-      configurations[index].onDark = readable(hue, 0.3, strength / 100, 25);
+      const strength = 1 - place / Math.max(1, members.length - 1);
+      const share = `calc(var(--weakest) + ${strength.toFixed(2)} * var(--span))`;
+      configurations[index].colour = `color-mix(in oklab, color-mix(in oklab, white var(--lift), ${hue}) ${share}, var(--surface))`;
+      configurations[index].onLight = readable(hue, strength, THEMES.light);
+      configurations[index].onDark = readable(hue, strength, THEMES.dark);
     });
   }
 }

@@ -18,6 +18,10 @@ function tableOf(header, rows, numeric) {
   return element("table", {}, element("thead", {}, cells("th", header, numeric)), element("tbody", {}, ...rows.map((row) => cells("td", row, numeric))));
 }
 
+function named(configuration) {
+  return element("span", { class: "named" }, swatch(configuration), configuration.name);
+}
+
 function swatch(configuration) {
   const made = element("span", { class: "swatch" });
   made.style.background = configuration.colour;
@@ -129,7 +133,7 @@ function compare() {
     const rows = [...groups.values()].sort((x, y) => y.numel - x.numel).map((group) => {
       const [from, to] = [data.configurations[group.from], data.configurations[group.to]];
       const some = group.names.slice(0, 2).join(", ") + (group.names.length > 2 ? ` and ${group.names.length - 2} more` : "");
-      return [element("span", {}, swatch(from), from.name, " → ", swatch(to), to.name), some, quantity(group.numel), bytes(group.was), bytes(group.is)];
+      return [element("span", {}, named(from), " → ", named(to)), some, quantity(group.numel), bytes(group.was), bytes(group.is)];
     });
     byId("changes").replaceChildren(rows.length ? tableOf(["configuration", "tensors", "parameters", "state in A", "in B"], rows, [2, 3, 4]) : element("p", {}, "Nothing: both plans are alike."));
   }
@@ -207,7 +211,9 @@ for (const tab of tabs) {
 }
 
 function theme(name) {
-  document.documentElement.dataset.theme = name;
+  const root = document.documentElement;
+  root.dataset.theme = name;
+  for (const part of ["lift", "weakest", "span"]) root.style.setProperty(`--${part}`, percent(THEMES[name][part]));
   byId("theme").textContent = name === "dark" ? "light" : "dark";
   byId("theme").setAttribute("aria-label", `switch to the ${name === "dark" ? "light" : "dark"} theme`);
   byId("theme").setAttribute("aria-pressed", name === "dark");

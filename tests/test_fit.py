@@ -309,9 +309,23 @@ def test_a_model_that_nobody_knows_how_to_call(tmp_path: Path, capsys: pytest.Ca
         "from torch import nn\ndef build(): return nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8))\n"
     )
     code, text = ask(capsys, f"{source}:build")
-    assert code == 0 and "not known: give --activations" in text
+    assert code == 0 and "give --activations" in text and "nobody knows how Sequential is called" in text
     _, text = ask(capsys, f"{source}:build", "--activations", "3GiB", "--json")
     assert json.loads(text)["bytes"]["activations"] == 3 * 2**30
+
+
+def test_a_model_that_needs_data_to_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "own.py"
+    source.write_text(
+        "from torch import nn\n"
+        "class Own(nn.Linear):\n"
+        "    def forward(self, input_ids): return self.weight[: int(input_ids.max())]\n"
+        "def build(): return Own(512, 512)\n"
+    )
+    code, text = ask(capsys, f"{source}:build")
+    assert code == 0 and "its forward pass failed on the meta device (RuntimeError: " in " ".join(text.split())
+    assert all(len(line) <= 80 for line in text.splitlines()[1:])
+    assert json.loads(ask(capsys, f"{source}:build", "--json")[1])["activations_unknown"].startswith("its forward pass")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from torch import nn
 
 from baoc import BAOC, BlockOptimizer, Plan, state_bytes
 from baoc.cli import main
+from baoc.planning.settings import Settings
+from baoc.profiling.profile import Profile
 from baoc.report import ReportError, Run, RunLog, diff
 from baoc.report.content import Sources, _guessed_order, content
 from baoc.report.explorer import page
@@ -194,6 +196,13 @@ def test_a_plan_alone_has_a_frontier_and_the_models_order(trained: Path) -> None
     assert sorted(_guessed_order(plan)) == sorted(name for name, _ in Net().named_parameters())
     by_hand = content(Sources("hand", plans={"hand": Plan.uniform("adamw-8", {"b.weight": (64, 64), "a.bias": (64,)})}))
     assert by_hand["plans"][0]["loss"] is None and by_hand["plans"][0]["blocks"][0]["loss"] is None
+
+
+def test_the_papers_risk_is_not_taken_for_a_loss(trained: Path) -> None:
+    settings = Settings(space="paper")
+    data = content(Sources("paper", profile=Profile.load(trained / "net.profile"), settings=settings, time=50.0))
+    assert len(data["frontier"]) > 2 and data["auto"] is None
+    assert all(plan["loss"] is None and plan["risk"] >= 0 for plan in data["frontier"])
 
 
 def test_a_long_run_is_thinned_and_keeps_its_changes(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def content(model: str, answer: Answer) -> dict[str, Any]:
         "fits": answer.fits,
         "total_bytes": answer.chosen.total,
         "bytes": {**answer.memory.parts, "optimizer state": answer.chosen.state},
-        "activations_known": answer.memory.activations is not None,
+        "activations_unknown": answer.memory.unknown or None,
         "plan": json.loads(plan.to_json()),
         "choices": [
             {

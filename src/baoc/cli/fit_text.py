@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from textwrap import wrap
 
 from torch import nn
 
@@ -39,7 +40,8 @@ def print_answer(name: str, model: nn.Module, answer: Answer) -> None:
         mark, style = _MARKS[part]
         console.print(Text.assemble("  ", (f" {mark} ", style), f" {part:<17}{human_bytes(nbytes):>11}"))
     if answer.memory.activations is None:
-        console.print("     activations      not known: give --activations, as measured", markup=False)
+        console.print("      activations       not counted: measure them, and give --activations", markup=False)
+        console.print(f"      {_wrapped(answer.memory.unknown)}", markup=False)
     bar = Text("[")
     for part, cells in _cells(parts, WIDTH - 2).items():
         mark, style = _MARKS[part]
@@ -51,6 +53,10 @@ def print_answer(name: str, model: nn.Module, answer: Answer) -> None:
     console.print(_changes(answer), "\n", sep="\n", end="", markup=False)
     console.print("The plan:")
     console.print(str(answer.chosen.plan), markup=False)
+
+
+def _wrapped(reason: str) -> str:
+    return "\n      ".join(wrap(reason, WIDTH - 8))
 
 
 def verdict(answer: Answer) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from textwrap import shorten
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from baoc.core.roles import canonical_name
 from baoc.core.spec import Shape, real_shape
 from baoc.fit.activations import Activations, layers_of, trace
-from baoc.fit.inputs import LENGTH, Step, training_step
+from baoc.fit.inputs import LENGTH, training_step
 
 GIB = 2**30
 
@@ -109,12 +110,14 @@ class Memory:
     weights: int
     gradients: int
     activations: int | None
-    """``None`` if nobody knows how the model is called."""
+    """``None`` if they cannot be counted."""
     gathered: int
     """Under FSDP2: what is whole for a while."""
     reserve: int
     tokens: int
     """Of a step, on this rank."""
+    unknown: str = ""
+    """Why activations cannot be counted."""
     parts: dict[str, int] = field(init=False)
     """By name, those that are not zero."""
 
@@ -147,7 +150,7 @@ class Measured:
         """``activations`` are those that somebody measured, in bytes, at any setup that is asked about."""
         self.model, self.weights = model, Weights.of(model)
         self._given = activations
-        self._traced: dict[tuple[int, int, torch.dtype], tuple[Step, Activations] | None] = {}
+        self._traced: dict[tuple[int, int, torch.dtype], _Traced] = {}
 
     def memory(self, setup: Setup) -> Memory:
         precision = setup.precision
@@ -159,23 +162,44 @@ class Measured:
             layer, outside = self.weights.largest_layer, self.weights.outside_layers
             gathered = precision.width * (outside + 2 * layer) + precision.gradients * max(layer, outside)
         copies = everything * precision.copies if setup.shards == 1 else 0
-        step, activations = self._step(setup)
+        traced = self._trace(setup)
         return Memory(
             weights=everything * precision.weights + copies,
             gradients=trained * precision.gradients,
-            activations=activations,
+            activations=traced.peak(setup.checkpointing) if self._given is None else self._given,
             gathered=gathered,
             reserve=setup.reserve,
-            tokens=step.tokens if step else setup.batch * setup.length,
+            tokens=traced.tokens,
+            unknown=traced.unknown if self._given is None else "",
         )
 
-    def _step(self, setup: Setup) -> tuple[Step | None, int | None]:
+    def _trace(self, setup: Setup) -> _Traced:
         key = (setup.batch, setup.length, setup.precision.compute)
         if key not in self._traced:
             model = nn.Module.to(self.model, setup.precision.compute).train()  # some libraries warn in their own to()
+            self._traced[key] = _Traced.of(model, setup)
+        return self._traced[key]
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What one forward pass told, or why there was none."""
+
+    tokens: int
+    found: Activations | None = None
+    unknown: str = ""
+
+    @classmethod
+    def of(cls, model: nn.Module, setup: Setup) -> _Traced:
+        tokens = setup.batch * setup.length
+        try:
             step = training_step(model, setup.batch, setup.length)
-            self._traced[key] = (step, trace(model, step.forward)) if step else None
-        found = self._traced[key]
-        if self._given is not None:
-            return found[0] if found else None, self._given
-        return (found[0], found[1].peak(checkpointing=setup.checkpointing)) if found else (None, None)
+            if step is None:
+                return cls(tokens, unknown=f"nobody knows how {type(model).__name__} is called")
+            return cls(step.tokens, trace(model, step.forward))
+        except Exception as error:  # of other people's code, which may need data
+            reason = shorten(f"{type(error).__name__}: {error}", width=120, placeholder=" ...")
+            return cls(tokens, unknown=f"its forward pass failed on the meta device ({reason})")
+
+    def peak(self, checkpointing: bool) -> int | None:
+        return None if self.found is None else self.found.peak(checkpointing=checkpointing)

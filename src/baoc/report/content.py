@@ -76,7 +76,8 @@ def content(sources: Sources) -> dict[str, Any]:
     layers = list(dict.fromkeys(map(_layer, shapes)))
     reference = sum(REFERENCE.state_bytes(shape) for shape in shapes.values())
     plans = [_plan(_share(plan, reference), plan, shapes, configurations) for plan in along]
-    auto = planner.plan(AUTO, sources.time).state_bytes if planner else None
+    is_loss = any("expected_loss" in plan.settings for plan in along)  # of which the tolerance of "auto" is a share
+    auto = planner.plan(AUTO, sources.time).state_bytes if planner and is_loss else None
     return {
         "title": sources.title,
         "reference_bytes": reference,

@@ -100,7 +100,7 @@ class FrontierChart {
 
   words() {
     const knee = data.knee === null ? "" : ` The knee is at ${bytes(data.frontier[data.knee].bytes)}.`;
-    return `Expected loss over optimizer state, ${data.frontier.length} plans. The slider moves along it.${knee}`;
+    return `${isLoss ? "Expected loss" : "Risk"} over optimizer state, ${data.frontier.length} plans. The slider moves along it.${knee}`;
   }
 
   place() {

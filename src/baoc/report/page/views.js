@@ -32,6 +32,7 @@ function swatch(configuration) {
 
 function explore() {
   const plans = data.frontier.length ? data.frontier : data.plans;
+  byId("caption-frontier").textContent = `${isLoss ? "Expected loss" : "Risk"} against optimizer state`;
   const slider = byId("budget");
   slider.max = plans.length - 1;
   byId("slide").hidden = plans.length < 2;

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+
+import torch  # noqa: F401 - the docstring example needs it
+from torch import nn  # noqa: F401
 
 from baoc.core.configuration import Configuration, parse
 from baoc.core.plan import Plan
@@ -70,7 +73,14 @@ class Answer:
 
 
 class Fitter:
-    """Answers for one model; what it learns of the model is kept."""
+    """Answers for one model; what it learns of the model is kept.
+
+    >>> with torch.device("meta"):
+    ...     fitter = Fitter(Measured(nn.Linear(1024, 1024), activations=2**20))
+    >>> answer = fitter.ask(Setup(reserve=0), gpu=8 * 2**20)
+    >>> answer.fits, answer.chosen.state <= 3 * 2**20
+    (True, True)
+    """
 
     def __init__(self, measured: Measured, settings: Settings | None = None) -> None:
         self._measured, self._settings = measured, settings or Settings()
@@ -91,7 +101,7 @@ class Fitter:
             _choice('memory="auto"', planner.plan(AUTO), needed, setup),
             _choice("smallest plan", _smallest_plan(planner), needed, setup),
         ]
-        changes = self._changes(setup, gpu, chosen, needed)
+        changes = [*self._changes(setup, gpu), self._offloaded(setup, gpu, needed)]
         return Answer(setup, needed, gpu, chosen, tuple(choices), tuple(changes))
 
     def _planner(self, setup: Setup) -> Planner:
@@ -108,22 +118,17 @@ class Fitter:
         loss = _uniform_loss(parse(name), self._measured.weights.trained, self._facts, self._settings)
         return replace(_choice(name, plan, needed, setup), loss=loss)
 
-    def _changes(self, setup: Setup, gpu: int | None, chosen: Choice, needed: Memory) -> list[Change]:
-        """What else could be changed, one at a time."""
-        others = {
-            "--checkpointing": replace(setup, checkpointing=True),
-            "--fsdp": replace(setup, fsdp=True) if setup.world_size > 1 else setup,
-            "--batch 1": replace(setup, batch=1),
-        }
-        found = []
+    def _changes(self, setup: Setup, gpu: int | None) -> Iterator[Change]:
+        """What else could be changed, one at a time; what would change activations, only where those are counted."""
+        others = {"--fsdp": replace(setup, fsdp=setup.world_size > 1)}
+        if self._measured.is_counted(setup):
+            others |= {"--checkpointing": replace(setup, checkpointing=True), "--batch 1": replace(setup, batch=1)}
         for what, other in others.items():
-            if other == setup or (what == "--checkpointing" and needed.activations is None):
-                continue
-            memory = self._measured.memory(other)
-            room = None if gpu is None else gpu - memory.total
-            choice = _choice(what, _best_plan(self._planner(other), room, other.shards), memory, other)
-            found.append(Change(what, choice.total, choice.fits(gpu), choice.loss))
-        return [*found, self._offloaded(setup, gpu, needed)]
+            if other != setup:
+                memory = self._measured.memory(other)
+                room = None if gpu is None else gpu - memory.total
+                choice = _choice(what, _best_plan(self._planner(other), room, other.shards), memory, other)
+                yield Change(what, choice.total, choice.fits(gpu), choice.loss)
 
     def _offloaded(self, setup: Setup, gpu: int | None, needed: Memory) -> Change:
         """State in host memory: the best plan there is, moved to the GPU and back one tensor at a time."""

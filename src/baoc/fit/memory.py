@@ -173,6 +173,10 @@ class Measured:
             unknown=traced.unknown if self._given is None else "",
         )
 
+    def is_counted(self, setup: Setup) -> bool:
+        """Whether activations follow from the setup, and are neither given nor unknown."""
+        return self._given is None and self._trace(setup).found is not None
+
     def _trace(self, setup: Setup) -> _Traced:
         key = (setup.batch, setup.length, setup.precision.compute)
         if key not in self._traced:

@@ -25,8 +25,9 @@ ROOMS: dict[str, set[str]] = {
     "plan": ENGINE,
     "calibrate": ENGINE,
     "configurator": ENGINE,
-    "report": ENGINE,
-    "cli": {*ENGINE, "_version", "calibrate", "models", "plan", "report"},
+    "report": {*ENGINE, "configurator"},
+    "fit": {*ENGINE, "models", "report"},
+    "cli": {*ENGINE, "_version", "calibrate", "fit", "models", "plan", "report"},
     "__main__": {"cli"},
 }
 # Within core and optim too, imports only go down.

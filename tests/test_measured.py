@@ -178,6 +178,19 @@ def test_newton_schulz_is_left_out_where_it_would_dominate_a_step():
     assert orthogonalised(planner(model, tokens=64).plan(0.5, math.inf)) == orthogonalised(large)
 
 
+def test_vectors_keep_adamw32_in_the_cheapest_plan_too():
+    """One of them is long enough, and one has the shape, for another state to be smaller."""
+    shapes = {"position": (1, 65, 128), "bias": (32, 4), "hidden.weight": (256, 256)}
+    roles = {"position": Role.VECTOR, "bias": Role.EMBEDDING, "hidden.weight": Role.MATRIX}
+    plan = Planner(shapes, None, Hyper(lr=1e-3), facts=Facts(roles)).plan(0.0)
+    assert {name: plan.block_of(name).configuration.alias for name in shapes} == {
+        "position": "adamw-32",
+        "bias": "adamw-32",
+        "hidden.weight": "spectral",
+    }
+    assert plan.settings["expected_loss"] < 10
+
+
 def test_what_nobody_measured_is_a_last_resort():
     source = planner(Net(), candidates=("adamw-32", "lion-8", "sgdwm-8"))
     assert {b.configuration.alias for b in source.plan(2.0).blocks} == {"adamw-32"}

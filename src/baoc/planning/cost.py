@@ -20,6 +20,9 @@ from baoc.profiling.facts import OPERATIONS_PER_BYTE
 Blocks = Sequence[Mapping[str, Shape]]
 """Each block's parameters: name -> shape."""
 
+UNFUSED = {"adafactor": 68}
+"""Bytes per fp32 parameter that torch moves on a GPU where it has no fused update: its operations run one by one, and
+each reads and writes whole matrices. A test counts them again."""
 _FLOPS_PER_WEIGHT = 6  # of a training step, for each token: two in the forward pass, four in the backward
 
 
@@ -70,14 +73,24 @@ def operations(shape: Shape, configuration: Configuration) -> int:
 
 
 def update_ratios(blocks: Blocks, configurations: Sequence[Configuration]) -> NDArray[np.float64]:
-    """The paper's r_(i,c) (Sec. 3.1): each block's update time relative to AdamW16's, where bytes are what takes time.
+    """The paper's r_(i,c) (Sec. 3.1): each block's update time relative to AdamW16's, as torch runs them on a GPU.
 
-    That is so on GPUs, for every configuration of the paper.
+    Bytes are what takes time there: one pass over memory where a fused kernel is to be had, and :data:`UNFUSED`
+    where none is.
+
+    >>> from baoc.core.configuration import parse
+    >>> update_ratios([{"weight": (768, 768)}], [parse("adamw-8"), parse("adafactor")]).round(2).tolist()
+    [[0.8, 3.4]]
     """
-    moved = _each(blocks, (*configurations, REFERENCE), bytes_moved)
+    moved = _each(blocks, (*configurations, REFERENCE), _moved_by_torch)
     unit = moved[:, -1:]
     # an empty block costs what AdamW16 costs it: it must not make room for slower ones
     return np.divide(moved[:, :-1], unit, out=np.ones_like(moved[:, :-1]), where=unit > 0)
+
+
+def _moved_by_torch(shape: Shape, configuration: Configuration) -> int:
+    unfused = UNFUSED.get(configuration.mechanism_name)
+    return bytes_moved(shape, configuration) if unfused is None else unfused * math.prod(shape)
 
 
 def step_ratios(

@@ -157,10 +157,14 @@ class Planner:
         """Phi of Eq. 2 with preferences (Sec. 3.2), infinite where a configuration is forbidden."""
         total = np.array([[sum(terms.values()) for terms in row] for row in self._terms])
         total -= self.settings.preference * self._meant(self._preferred)
-        forbidden = self._meant(self._forbidden) | self._unsuited()
+        forbidden = self._meant(self._forbidden)
         if forbidden.all(axis=1).any():
             block = self.names[int(np.argmax(forbidden.all(axis=1)))]
             raise PlanError(f"every configuration is forbidden for block {block!r}. Allow it at least one.")
+        for unwanted in (self._unsuited(), self._unmeasured()):
+            without = forbidden | unwanted
+            nothing_left = without.all(axis=1, keepdims=True)
+            forbidden = np.where(nothing_left, forbidden, without)
         return np.where(forbidden, np.inf, total)
 
     def _resolve_patterns(self, names_of: Mapping[str, Sequence[str]]) -> None:
@@ -181,9 +185,20 @@ class Planner:
             ]
             for block in self.blocks
         ]
-        unsuited = np.array(found, dtype=bool).reshape(len(self.blocks), len(self.candidates))
-        unsuited[unsuited.all(axis=1)] = False  # then the fallback is all there is
-        return unsuited
+        return np.array(found, dtype=bool).reshape(len(self.blocks), len(self.candidates))
+
+    def _unmeasured(self) -> NDArray[np.bool_]:
+        """Which pairs nobody has measured, where measurements are what a plan is made by. Candidates that a person
+        names are a last resort all the same.
+        """
+        if self.settings.chosen_risk != risks.MEASURED or self.settings.candidates is not None:
+            return np.zeros((len(self.blocks), len(self.candidates)), dtype=bool)
+        table = risks.Table.load(self.settings.table)
+        found = [
+            [any(table.effect(self.regime, role, c) is None for role in metrics.roles) for c in self.candidates]
+            for metrics in self.metrics
+        ]
+        return np.array(found, dtype=bool).reshape(len(self.blocks), len(self.candidates))
 
     def _partition(self) -> tuple[list[str], list[dict[str, Shape]]]:
         granularity = self.settings.chosen_granularity

@@ -31,9 +31,21 @@ ROOMS: dict[str, set[str]] = {
 }
 # Within core and optim too, imports only go down.
 LAYERS = {
-    "core": ["spec", "sharding", "rounding", "text", "files", "roles", "codecs", "mechanisms", "configuration", "plan"],
+    "core": [
+        "spec",
+        "sharding",
+        "rounding",
+        "text",
+        "notice",
+        "files",
+        "roles",
+        "codecs",
+        "mechanisms",
+        "configuration",
+        "plan",
+    ],
     "optim": [
-        *("place", "measure", "blocks", "groups", "state", "kernels"),
+        *("place", "measure", "blocks", "groups", "state", "kernels", "guard", "watch"),
         *("migrate", "lr_match", "torch_state", "checkpoint", "optimizer"),
     ],
 }

@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "plan": ENGINE,
     "calibrate": ENGINE,
     "configurator": ENGINE,
+    "integrations": {"core", "optim", "configurator"},
     "report": ENGINE,
     "cli": {*ENGINE, "_version", "calibrate", "models", "plan", "report"},
     "__main__": {"cli"},

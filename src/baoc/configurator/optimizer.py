@@ -26,7 +26,7 @@ from baoc.core.spec import DEFAULT_BETAS, Hyper, real_shape
 from baoc.core.text import check_names, human_bytes
 from baoc.optim import checkpoint, groups
 from baoc.optim.groups import Group, Member
-from baoc.optim.optimizer import REHEARSER, BlockOptimizer, is_called_by
+from baoc.optim.optimizer import REHEARSERS, BlockOptimizer, is_called_by
 from baoc.planning import risk as risks
 from baoc.planning.planner import DEFAULT_MEMORY, Planner
 from baoc.planning.settings import Settings
@@ -366,7 +366,7 @@ class BAOC(BlockOptimizer):
     # ---- steps ----
 
     def _before_step(self) -> None:
-        if (self._agreed and not self._stale) or is_called_by(REHEARSER):
+        if (self._agreed and not self._stale) or is_called_by(REHEARSERS):
             return
         if not self._agreed:
             self._agree()

@@ -31,8 +31,8 @@ from baoc.optim.watch import Watch, strained_shares
 logger = logging.getLogger("baoc")
 
 DEFAULT_CONFIGURATION = "adamw-32"
-REHEARSER = "torch.distributed.checkpoint.state_dict"
-"""It makes state appear by a step that is none."""
+REHEARSERS = ("torch.distributed.checkpoint.state_dict", "torchtitan.components.optimizer.utils")
+"""They make state appear by a step that is none."""
 _ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "plan", "maximize", "kernel", "on_nonfinite")
 
 
@@ -456,7 +456,7 @@ class BlockOptimizer(torch.optim.Optimizer):
 
         A schedule that starts at lr 0 may make the same step, and that one counts: so the caller is looked at.
         """
-        if any(hyper.lr != 0 for hyper in hypers) or not is_called_by(REHEARSER):
+        if any(hyper.lr != 0 for hyper in hypers) or not is_called_by(REHEARSERS):
             return False
         ages = (self.state[member.param][stored.age_key] for member in stepping for stored in member.layout.formats)
         return not any(map(int, ages)) and not any(
@@ -473,11 +473,11 @@ class BlockOptimizer(torch.optim.Optimizer):
         return Job.of(member.layout, param, grad, state, hyper, *settings, place, member.name, known)
 
 
-def is_called_by(module: str) -> bool:
-    """Whether a function of that module is waiting for this call to return."""
+def is_called_by(modules: Sequence[str]) -> bool:
+    """Whether a function of one of these modules is waiting for this call to return."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == module:
+        if frame.f_globals.get("__name__") in modules:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

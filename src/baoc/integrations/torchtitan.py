@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from baoc.configurator import BAOC
@@ -26,6 +27,7 @@ def container() -> type:
     from torchtitan.components.optimizer import OptimizersContainer
 
     class BAOCContainer(OptimizersContainer):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
         class Config(OptimizersContainer.Config):  # type: ignore[misc]
             """As torchtitan's; it builds this container."""
 

@@ -25,6 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "plan": ENGINE,
     "calibrate": ENGINE,
     "configurator": ENGINE,
+    "integrations": {"core", "optim", "configurator"},
     "report": {*ENGINE, "configurator"},
     "fit": {*ENGINE, "models", "report"},
     "cli": {*ENGINE, "_version", "calibrate", "fit", "models", "plan", "report"},
@@ -32,9 +33,21 @@ ROOMS: dict[str, set[str]] = {
 }
 # Within core and optim too, imports only go down.
 LAYERS = {
-    "core": ["spec", "sharding", "rounding", "text", "files", "roles", "codecs", "mechanisms", "configuration", "plan"],
+    "core": [
+        "spec",
+        "sharding",
+        "rounding",
+        "text",
+        "notice",
+        "files",
+        "roles",
+        "codecs",
+        "mechanisms",
+        "configuration",
+        "plan",
+    ],
     "optim": [
-        *("place", "measure", "blocks", "groups", "state", "kernels"),
+        *("place", "measure", "blocks", "groups", "state", "kernels", "guard", "watch"),
         *("migrate", "lr_match", "torch_state", "checkpoint", "optimizer"),
     ],
 }

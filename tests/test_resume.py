@@ -430,4 +430,4 @@ def test_what_is_kept_of_a_profile_counts(space):
     for step in range(WARMUP + 3):
         run(model, optimizer, range(step, step + 1))
         assert state_bytes(optimizer) <= 0.4 * optimizer.plan.reference_bytes
-    assert (optimizer.profile is None) == (not any("baoc.samples" in held for held in optimizer.state.values()))
+    assert optimizer.has_profile == any("baoc.samples" in held for held in optimizer.state.values())

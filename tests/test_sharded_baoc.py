@@ -99,7 +99,7 @@ def trained(rank: int, ranks: int) -> dict[str, Any]:
         model, optimizer = built(ranks, **settings)
         before = optimizer.plan
         train(model, optimizer, range(6), rank, ranks)
-        profile = optimizer.profile
+        profile = optimizer.profile if optimizer.has_profile else None
         found[name] = {
             "first plan": before.to_json(),
             "plan": optimizer.plan,

@@ -50,7 +50,6 @@ def run(args: argparse.Namespace) -> None:
     common.check_writable(str(args.output))
     workload = get(args.workload, options_of(args))
     optimizer = record(workload, steps=args.steps, memory=args.memory, bf16_weights=args.bf16_weights, seed=args.seed)
-    assert optimizer.profile is not None  # the warm-up is over
     optimizer.profile.save(args.output)
     parameters = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
     print(optimizer.plan)

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from baoc.configurator.warmup import Diagnostics, fitting_sampler
 from baoc.configurator.wishes import WARMUP, Wishes, is_count, is_number
 from baoc.core.configuration import Configuration
 from baoc.core.mechanisms import known_settings
-from baoc.core.plan import Block, Plan, PlanError, is_per_rank
+from baoc.core.notice import notice
+from baoc.core.plan import Block, Plan, PlanError, is_per_rank, one_line
 from baoc.core.roles import role_of
 from baoc.core.spec import DEFAULT_BETAS, Hyper, real_shape
-from baoc.core.text import human_bytes
+from baoc.core.text import check_names, human_bytes
 from baoc.optim import checkpoint, groups
 from baoc.optim.groups import Group, Member
-from baoc.optim.optimizer import REHEARSER, is_called_by
+from baoc.optim.optimizer import REHEARSERS, is_called_by
 from baoc.planning import risk as risks
 from baoc.planning.planner import DEFAULT_MEMORY, Planner
 from baoc.planning.settings import Settings
@@ -35,6 +37,22 @@ from baoc.profiling.profile import Profile
 
 logger = logging.getLogger("baoc")
 
+_ARGUMENTS = (
+    *(
+        "params",
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "memory",
+        "time",
+        "warmup",
+        "warmup_base",
+        "sample_ratio",
+        "seed",
+    ),
+    *("settle", "replan_every", "maximize", "kernel", "on_nonfinite", "quiet", "process_group"),
+)
 _REPORT_EVERY = 10
 _SAMPLES_SHARE = 0.1  # of the budget, at most, in a warm-up whose plan can do without
 _KEPT_SHARE = 0.01  # likewise, after it
@@ -63,7 +81,9 @@ class BAOC(Resumable):
         replan_every: make a new plan every so many steps; sampling then goes on. A plan that cannot be made at its
             moment is logged and tried again after as many steps (without ``replan_every``, after another ``warmup``);
             until then training goes on with the plan it has.
-        kernel: as in :class:`BlockOptimizer`.
+        kernel, on_nonfinite: as in :class:`BlockOptimizer`. A step that is skipped is none of the warm-up.
+        quiet: say nothing on stderr when the warm-up begins and when the plan is made. Where logging is set up, or with
+            ``BAOC_QUIET=1`` in the environment, nothing is said there either way.
         process_group: the ranks that train the same model, by default all; the first of them plans for all.
         settings: those of :class:`~baoc.planning.planner.Settings`, such as ``space``, ``regime``, ``forbid`` or
             ``prefer``, and those that belong to mechanisms, as in :class:`BlockOptimizer`.
@@ -103,10 +123,13 @@ class BAOC(Resumable):
         replan_every: int | None = None,
         maximize: bool = False,
         kernel: str = "auto",
+        on_nonfinite: str = "step",
+        quiet: bool = False,
         process_group: agreement.Group = None,
         **settings: Any,
     ) -> None:
         own = {name: settings.pop(name) for name in known_settings() if name in settings}
+        check_names(settings, "BAOC", (*_ARGUMENTS, *known_settings(), *(each.name for each in fields(Settings))))
         asked = Wishes(memory, time, warmup, settle, replan_every, Settings.of("BAOC", settings))
         if not is_count(seed, at_least=0):
             raise ValueError(f"seed is {seed!r}; it must be a whole number of at least 0.")
@@ -114,7 +137,9 @@ class BAOC(Resumable):
             raise ValueError(f"the sampling ratio is {sample_ratio!r}; it must be a number above 0 and at most 1.")
         self._asked = self._wishes = asked
         self._group = process_group
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, kernel=kernel, **own)
+        self._quiet = quiet
+        common: dict[str, Any] = {"maximize": maximize, "kernel": kernel, "on_nonfinite": on_nonfinite}
+        super().__init__(params, lr, betas, eps, weight_decay, **common, **own)
         self._facts = Facts.of(params if isinstance(params, nn.Module) else self._params())
         self._module = self._tokens = None
         if isinstance(params, nn.Module) and asked.settings.tokens is None:
@@ -126,10 +151,22 @@ class BAOC(Resumable):
         is_final = self._sampler is None and warmup_base is None  # there is nothing to wait for
         self._progress = Progress(since_plan=0 if is_final else None)
         self._agreed = False
+        self._is_told = False
         best, _ = self._best_plan(None, asked)  # made in any case: a budget that cannot be kept is refused here
         self._adopt(best if warmup_base is None else warmup_base, inherit=False)
         samples = human_bytes(self._sampler.nbytes) if self._sampler else "nothing"
         logger.info("%s of state, and %s for samples", human_bytes(self.plan.state_bytes), samples)
+
+    def metrics(self) -> dict[str, float]:
+        """As in :class:`BlockOptimizer`, with the steps that were made, whether they are still of the warm-up (1 or
+        0), and the budget in bytes.
+        """
+        own = {
+            "steps": self._progress.steps,
+            "warmup": self._progress.since_plan is None,
+            "budget_bytes": self._budget(self._wishes),
+        }
+        return {key: float(number) for key, number in own.items()} | super().metrics()
 
     def replan(
         self,
@@ -147,7 +184,7 @@ class BAOC(Resumable):
         """
         changed = self._wishes.changed("replan", memory, time, settings)
         plan, keeps_samples = self._decided_plan(
-            profile or self.profile, changed, needs_profile=_needs_samples(changed)
+            profile or self._profile(), changed, needs_profile=_needs_samples(changed)
         )
         self._wishes = changed
         self._adopt(plan, inherit=inherit, keeps_samples=keeps_samples)
@@ -173,7 +210,7 @@ class BAOC(Resumable):
                 self._names, self._facts = [*names, *new], dataclasses.replace(facts, roles={**facts.roles, **roles})
             elif self._held_bytes() <= self._budget(self._wishes):
                 return
-            best, keeps_samples = self._best_plan(self.profile, self._wishes)
+            best, keeps_samples = self._best_plan(self._profile(), self._wishes)
             self._adopt(best, inherit=True, keeps_samples=keeps_samples)
         except PlanError as error:
             del self.param_groups[-1]
@@ -254,7 +291,7 @@ class BAOC(Resumable):
         """Make a plan as the training goes. If there is none, the one there is stays, and it is tried again."""
         needs_profile = self._sampler is not None and _needs_samples(self._wishes)
         try:
-            plan, keeps_samples = self._decided_plan(self.profile, self._wishes, needs_profile=needs_profile)
+            plan, keeps_samples = self._decided_plan(self._profile(), self._wishes, needs_profile=needs_profile)
         except Exception as error:
             self._progress = dataclasses.replace(self._progress, failed=True)
             logger.warning(
@@ -269,7 +306,11 @@ class BAOC(Resumable):
         if only_if_other and all(ours.block_of(n).configuration == b.configuration for n, b in plan.by_parameter):
             return
         self._adopt(plan, inherit=True, keeps_samples=keeps_samples)
-        logger.info("planned %d blocks with %s of state", len(plan.blocks), human_bytes(plan.state_bytes))
+        if only_if_other:
+            logger.info("tokens of a step change the plan: %s", one_line(self.plan))
+        else:
+            done = _steps(self._progress.steps)
+            self._say(f"planned after {done}: {one_line(self.plan)}. print(optimizer.plan) shows it")
 
     def _hyper(self) -> Hyper:
         """The first group's settings, with the largest decay: what decay risks counts if any group has some."""
@@ -288,7 +329,7 @@ class BAOC(Resumable):
         return self._progress.since_plan is None
 
     def _before_step(self) -> None:
-        if (self._agreed and not self._progress.stale) or is_called_by(REHEARSER):
+        if (self._agreed and not self._progress.stale) or is_called_by(REHEARSERS):
             return
         if not self._agreed:
             self._agree()
@@ -299,6 +340,7 @@ class BAOC(Resumable):
     def _before_update(self, stepping: Sequence[Member]) -> None:
         if not stepping:
             return
+        self._tell_of_warmup()
         self._progress = self._progress.stepped()
         if self._sampler is None:
             return
@@ -309,6 +351,25 @@ class BAOC(Resumable):
             elif self._progress.since_plan is None and self._progress.steps % _REPORT_EVERY == 0:
                 logger.info("warm-up: step %d of %d", self._progress.steps, self._wishes.warmup)
         self._show_samples()
+
+    def _tell_of_warmup(self) -> None:
+        """When the first step of this process is made."""
+        if self._is_told:
+            return
+        self._is_told = True
+        made, warmup = self._progress.steps, self._wishes.warmup
+        if self._progress.since_plan is None:
+            when = f"plans after {_steps(warmup)}" + (f", {made} of which are made" if made else "")
+            self._say(f"{when}; until then {one_line(self.plan)}")
+        elif not made:
+            self._say(f"planned without a warm-up: {one_line(self.plan)}. print(optimizer.plan) shows it")
+
+    def _say(self, message: str) -> None:
+        notice(message, quiet=self._quiet)
+
+    def _after_skip(self) -> None:
+        if self._tokens is not None:  # they are those of one step
+            self._tokens.restart()
 
     def _after_update(self) -> None:
         if not self._progress.steps:
@@ -349,7 +410,7 @@ class BAOC(Resumable):
         settle, steps = self._wishes.settle, self._progress.steps
         if settle is None or steps % _REPORT_EVERY:
             return False
-        change, profile = float("inf"), self.profile
+        change, profile = float("inf"), self._profile()
         if profile is not None:
             now = Diagnostics(profile, self._hyper(), self._wishes.settings.anchors)
             change = now.change_since(self._progress.diagnostics)
@@ -382,6 +443,10 @@ class BAOC(Resumable):
         self._facts, first_plan = agreement.from_first((self._facts, text), self._group)
         if first_plan != text:
             self._adopt(Plan.from_json(first_plan), inherit=True)
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
 
 
 def _needs_samples(wishes: Wishes) -> bool:

@@ -19,7 +19,7 @@ from baoc.optim.groups import Member
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.planning.risk import REGIMES
 from baoc.profiling.facts import Facts, TokenCounter
-from baoc.profiling.profile import Profile
+from baoc.profiling.profile import Profile, ProfileError
 from baoc.profiling.sampling import Sampler
 
 logger = logging.getLogger("baoc")
@@ -40,15 +40,34 @@ class Resumable(BlockOptimizer):
     _module: weakref.ref[nn.Module] | None  # whose tokens are counted
     _group: agreement.Group
     _agreed: bool  # with the other ranks
+    _is_told: bool  # of the warm-up
+    _quiet: bool
 
     @property
-    def profile(self) -> Profile | None:
-        """What the gradients of the warm-up were like, beside the weights as they are now; ``None`` before the first
-        step. It saves to one file and answers any budget. What it is made from counts in the budget: if that is more
-        than 1% of it, nothing needs it and the plan leaves no room, it is given up when the warm-up ends. Of sharded
-        parameters, all ranks must ask for it.
+    def profile(self) -> Profile:
+        """What the gradients of the warm-up were like, beside the weights as they are now; an error before the first
+        step: see :attr:`has_profile`. It saves to one file and answers any budget. What it is made from counts in the
+        budget: if that is more than 1% of it, nothing needs it and the plan leaves no room, it is given up when the
+        warm-up ends. Of sharded parameters, all ranks must ask for it.
         """
-        if self._sampler is None or not self._sampler.steps:
+        profile = self._profile()
+        if profile is not None:
+            return profile
+        if self._sampler is not None:
+            raise ProfileError("there is no profile yet: it is of gradients, and no step with finite ones was made.")
+        raise ProfileError(
+            "there is no profile: the budget has no room for samples, or they were given up for it when the warm-up "
+            "ended. Save it before that, set replan_every so that sampling goes on, give more memory, or use "
+            "baoc.profile(...), which samples apart from training."
+        )
+
+    @property
+    def has_profile(self) -> bool:
+        """Whether there is a :attr:`profile`."""
+        return self._sampler is not None and self._sampler.steps > 0
+
+    def _profile(self) -> Profile | None:
+        if self._sampler is None or not self.has_profile:
             return None
         return Profile.from_sampler(self._sampler, self._params(), self._facts)
 
@@ -132,7 +151,7 @@ class Resumable(BlockOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._agreed = False
+        self._agreed = self._is_told = False
         if "_tokens" in state:  # a copy
             return
         self._show_samples()
@@ -149,6 +168,6 @@ class Resumable(BlockOptimizer):
             self._tokens = TokenCounter(module)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_asked", "_wishes", "_progress", "_names", "_facts", "_tokens", "_sampler")
+        own = ("_asked", "_wishes", "_progress", "_names", "_facts", "_tokens", "_sampler", "_quiet")
         kept = super().__getstate__() | {name: self.__dict__[name] for name in own}
         return kept | {"_group": None, "_module": None}  # neither can be copied

@@ -20,6 +20,8 @@ from baoc.core.text import human_bytes, human_count, table
 
 FORMAT = "baoc.plan"
 VERSION = 1
+_MOST_SHARE = 10.0  # of AdamW16's state: beyond it, percent were meant
+_NAMED = 3  # configurations in one line
 _PER_RANK = re.compile(r"\s*/\s*rank$")
 
 
@@ -301,6 +303,24 @@ class Plan:
         return lines
 
 
+def one_line(plan: Plan) -> str:
+    r"""A plan in a few words: what most parameters get, what it holds, and what is expected of it.
+
+    >>> one_line(Plan.uniform("adamw-8", {"weight": (64, 64), "bias": (64,)}))
+    'adamw-8, 8.9 KiB of state (54.0% of AdamW16\'s)'
+    """
+    numel: dict[str, int] = {}
+    for block in plan.blocks:
+        numel[block.configuration.alias] = numel.get(block.configuration.alias, 0) + block.numel
+    most = sorted(numel, key=lambda alias: -numel[alias])
+    what = " + ".join(most[:_NAMED]) + (f" + {len(most) - _NAMED} more" if len(most) > _NAMED else "")
+    share = plan.state_bytes / plan.reference_bytes if plan.reference_bytes else 0.0
+    text = f"{what}, {human_bytes(plan.state_bytes)} of state ({share:.1%} of AdamW16's)"
+    if "expected_loss" in plan.settings:
+        text += f", {_percent(plan.settings['expected_loss'])} loss expected"
+    return text
+
+
 def _read_block(entry: Any, index: int) -> Block:
     try:
         return Block(
@@ -369,6 +389,11 @@ def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
             raise PlanError(f"the memory budget {memory!r} is more bytes than can be counted.")
         return int(nbytes)
     if isinstance(memory, numbers.Integral) and not isinstance(memory, bool):
+        if 1 <= int(memory) <= 100:
+            raise PlanError(
+                f"memory={memory} is a budget of {memory} bytes. For {memory}% of AdamW16's state write "
+                f"memory={int(memory) / 100} or '{memory}%', for a size '{memory}MiB'."
+            )
         return int(memory)
     try:
         share = float(memory)
@@ -376,8 +401,11 @@ def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
         share = math.nan
     if not (math.isfinite(share) and share >= 0) or isinstance(memory, bool):
         raise PlanError(f"the memory budget {memory!r} is not a share: it must be a number >= 0, like 0.5.")
-    if not math.isfinite(share * reference_bytes):
-        raise PlanError(f"the memory budget {memory!r} is more bytes than can be counted. 2.0 is enough for any plan.")
+    if share > _MOST_SHARE:
+        raise PlanError(
+            f"memory={memory!r} is {share:g} times AdamW16's state, and 2.0 is enough for any plan. For {share:g}% of "
+            f"it write memory={share / 100:g} or '{share:g}%'."
+        )
     return int(share * reference_bytes)
 
 

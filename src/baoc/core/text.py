@@ -57,11 +57,32 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Seq
     return "\n".join(align(row) for row in lines)
 
 
+_MEANT = {
+    "steps": "warmup",
+    "warmup_steps": "warmup",
+    "budget": "memory",
+    "learning_rate": "lr",
+    "momentum": "betas",
+    "beta1": "betas",
+    "beta2": "betas",
+    "bits": "plan",
+    "configuration": "plan",
+    "verbose": "quiet",
+}
+"""Names that other libraries have for the same, or nearly."""
+
+
 def check_names(settings: Mapping[str, Any], caller: str, known: Iterable[str]) -> None:
-    """Raise if a keyword argument is none of those that are known."""
+    """Raise if a keyword argument is none of those that are known.
+
+    >>> check_names({"steps": 3}, "BAOC", ["memory", "warmup"])
+    Traceback (most recent call last):
+    TypeError: BAOC has no argument 'steps'. Did you mean 'warmup'?
+    """
     known = sorted(known)
     for name in settings:
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{caller} has no argument {name!r}.{hint} Known: {', '.join(known)}.")
+            meant = [_MEANT[name]] if _MEANT.get(name) in known else []
+            close = meant or get_close_matches(name, known, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
+            raise TypeError(f"{caller} has no argument {name!r}. {hint}")

@@ -132,6 +132,12 @@ def _positions(group: Group, index: int) -> list[str]:
 
 def named(params: nn.Module | Iterable[Any]) -> Iterable[Any]:
     """What torch's constructor takes: a module becomes its trainable parameters with their names."""
+    if callable(params) and not isinstance(params, nn.Module):
+        name = getattr(params, "__name__", type(params).__name__)
+        raise TypeError(
+            f"params is {name}, which is to be called first: pass {name}(...), or the model itself, which has names "
+            "for its parameters."
+        )
     if not isinstance(params, nn.Module):
         return params
     trainable = [(name, param) for name, param in params.named_parameters() if param.requires_grad]

@@ -13,24 +13,27 @@ from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration, parse
 from baoc.core.mechanisms import MECHANISMS, known_settings
-from baoc.core.plan import Plan, PlanError
+from baoc.core.plan import Plan, PlanError, one_line
 from baoc.core.roles import Role, role_of, roles_of
 from baoc.core.sharding import fullest
 from baoc.core.spec import DEFAULT_BETAS, Hyper, Shape, real_shape
-from baoc.core.text import check_names, human_bytes
+from baoc.core.text import check_names
 from baoc.optim import blocks, checkpoint, groups, kernels, migrate
 from baoc.optim.groups import Group, Member, Roster
+from baoc.optim.guard import Guard
 from baoc.optim.kernels.job import Job, Numbers, advance_ages
 from baoc.optim.lr_match import lr_scales
+from baoc.optim.measure import state_bytes
 from baoc.optim.place import place_of
 from baoc.optim.state import misfit, new_state
+from baoc.optim.watch import Watch, strained_shares
 
 logger = logging.getLogger("baoc")
 
 DEFAULT_CONFIGURATION = "adamw-32"
-REHEARSER = "torch.distributed.checkpoint.state_dict"
-"""It makes state appear by a step that is none."""
-_ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "plan", "maximize", "kernel")
+REHEARSERS = ("torch.distributed.checkpoint.state_dict", "torchtitan.components.optimizer.utils")
+"""They make state appear by a step that is none."""
+_ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "plan", "maximize", "kernel", "on_nonfinite")
 
 
 class BlockOptimizer(torch.optim.Optimizer):
@@ -45,6 +48,9 @@ class BlockOptimizer(torch.optim.Optimizer):
             ``load_state_dict`` takes over the plan of the checkpoint; with one, a checkpoint made under another plan is
             migrated.
         kernel: ``"auto"``, ``"native"``, ``"compiled"`` or ``"eager"``; see :attr:`kernel`.
+        on_nonfinite: what becomes of a step with a gradient that is no finite number: ``"step"`` makes it, as torch
+            does; ``"skip"`` leaves weights, state and ages as they are; ``"raise"`` stops before anything has changed.
+            Each is counted in :meth:`metrics` and said once. See :class:`~baoc.optim.guard.Guard`.
         settings: hyper-parameters that belong to mechanisms, such as ``update_rms``, ``nesterov_momentum`` and
             ``newton_schulz`` (``momentum`` and ``ns_coefficients`` of ``torch.optim.Muon``), or ``beta2_decay``,
             ``adafactor_eps`` and ``clip_threshold`` (``beta2_decay``, ``eps`` and ``d`` of ``torch.optim.Adafactor``).
@@ -75,12 +81,15 @@ class BlockOptimizer(torch.optim.Optimizer):
         plan: Plan | Configuration | str | None = None,
         maximize: bool = False,
         kernel: str = "auto",
+        on_nonfinite: str = "step",
         **settings: Any,
     ) -> None:
         kernels.check_request(kernel)
         own = {setting.name: setting.default for setting in known_settings().values()}
         check_names(settings, type(self).__name__, (*_ARGUMENTS, *own))
         self._kernel_request = kernel
+        self._guard = Guard(on_nonfinite)
+        self._watch = Watch()
         self._plan_given = plan is not None
         self._default = parse(DEFAULT_CONFIGURATION if plan is None or isinstance(plan, Plan) else plan)
         self._plan = Plan(())
@@ -176,11 +185,16 @@ class BlockOptimizer(torch.optim.Optimizer):
             device: [self._job(member, hypers[id(member.group)], known) for member in members]
             for device, members in by_device.items()
         }
+        if not self._guard.admits(jobs, dict.fromkeys(m.place.ranks for m in self.members() if m.place.ranks)):
+            self._after_skip()
+            return loss
         self._before_update(stepping)
+        self._watch.begin(stepping)
         for device, kernel in kernel_of.items():
             kernel.run(jobs[device])
         for device in kernel_of:
             advance_ages(jobs[device])
+        self._watch.end()
         self._has_stepped |= bool(stepping)
         self._after_update()
         return loss
@@ -190,6 +204,9 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     def _before_update(self, stepping: Sequence[Member]) -> None:
         """For subclasses: gradients as the update will see them."""
+
+    def _after_skip(self) -> None:
+        """For subclasses: gradients were not finite, and nothing has changed."""
 
     def _after_update(self) -> None:
         """For subclasses: a real step was made."""
@@ -235,7 +252,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_kernel_request", "_plan_given", "_default", "_plan", "_roles", "_has_stepped")
+        own = ("_kernel_request", "_guard", "_watch", "_plan_given", "_default", "_plan", "_roles", "_has_stepped")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -244,13 +261,13 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._roster = self._complete = None
 
     def __repr__(self) -> str:
-        lines = [f"{type(self).__name__} ({human_bytes(self.plan.state_bytes)} of state"]
+        lines = [f"{type(self).__name__} ({one_line(self.plan)}"]
+        hidden = ("params", "param_names", *checkpoint.CARRIED)
+        usual = {"maximize": False} | {setting.name: setting.default for setting in known_settings().values()}
         for index, group in enumerate(self.param_groups):
-            mine = [member for member in self.members() if member.group is group]
-            configurations = sorted({str(member.configuration) for member in mine})
-            lines += ["", f"Parameter Group {index}: {len(mine)} tensors, {', '.join(configurations)}"]
-            hidden = ("params", "param_names", *checkpoint.CARRIED)
-            lines += [f"    {key}: {group[key]}" for key in sorted(group) if key not in hidden]
+            shown = {key: group[key] for key in group if key not in hidden}
+            numbers = [f"{key}: {value}" for key, value in shown.items() if usual.get(key, self) != value]
+            lines.append(f"Parameter Group {index}: {len(group['params'])} tensors, {', '.join(numbers)}")
         return "\n".join([*lines, ")"])
 
     # ---- plans ----
@@ -352,9 +369,15 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     @property
     def kernel(self) -> str:
-        """Which kernel runs on which device, and why."""
-        devices = sorted({member.param.device for member in self.members()}, key=str)
-        return "; ".join(str(kernels.choose(self._kernel_request, device)) for device in devices)
+        """Which kernel runs on which device, and why; and what it leaves to torch operations, which are slower."""
+        by_device: dict[torch.device, list[Member]] = {}
+        for member in sorted(self.members(), key=lambda member: str(member.param.device)):
+            by_device.setdefault(member.param.device, []).append(member)
+        lines = []
+        for device, members in by_device.items():
+            choice = kernels.choose(self._kernel_request, device)
+            lines.append(str(choice) + kernels.left_out(choice.kernel, members))
+        return "; ".join(lines)
 
     def _kernel_for(self, device: torch.device) -> kernels.Kernel:
         choice = kernels.choose(self._kernel_request, device)
@@ -362,6 +385,33 @@ class BlockOptimizer(torch.optim.Optimizer):
             self._devices_reported.add(choice.device)
             logger.info("kernel %s", choice)
         return choice.kernel
+
+    # ---- what a logger shows ----
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the run so far, flat, for TensorBoard, W&B and the like.
+
+        Bytes of state on this rank; steps that were not finite, skipped or clipped; and of every block the RMS of its
+        last update (absolute, decay included, from the second call on) and the share of its int8 and int4 groups that
+        are strained. All is read off small samples when it is asked for. On a GPU it waits for the device.
+
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = BlockOptimizer(model, plan="adamw-8")
+        >>> model(torch.ones(1, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.metrics()
+        {'state_bytes': 8832.0, 'nonfinite_steps': 0.0, 'skipped_steps': 0.0, 'clipped_steps': 0.0, 'strained/all': 0.0}
+        """
+        counts = self._guard.counts
+        numbers = {
+            "state_bytes": state_bytes(self),
+            "nonfinite_steps": counts.nonfinite,
+            "skipped_steps": counts.skipped,
+            "clipped_steps": counts.clipped,
+            **{f"update_rms/{block}": rms for block, rms in self._watch.rms().items()},
+            **{f"strained/{block}": share for block, share in strained_shares(self.members(), self.state).items()},
+        }
+        return {key: float(number) for key, number in numbers.items()}
 
     # ---- state ----
 
@@ -411,7 +461,7 @@ class BlockOptimizer(torch.optim.Optimizer):
 
         A schedule that starts at lr 0 may make the same step, and that one counts: so the caller is looked at.
         """
-        if any(hyper.lr != 0 for hyper in hypers) or not is_called_by(REHEARSER):
+        if any(hyper.lr != 0 for hyper in hypers) or not is_called_by(REHEARSERS):
             return False
         ages = (self.state[member.param][stored.age_key] for member in stepping for stored in member.layout.formats)
         return not any(map(int, ages)) and not any(
@@ -428,11 +478,11 @@ class BlockOptimizer(torch.optim.Optimizer):
         return Job.of(member.layout, param, grad, state, hyper, *settings, place, member.name, known)
 
 
-def is_called_by(module: str) -> bool:
-    """Whether a function of that module is waiting for this call to return."""
+def is_called_by(modules: Sequence[str]) -> bool:
+    """Whether a function of one of these modules is waiting for this call to return."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == module:
+        if frame.f_globals.get("__name__") in modules:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

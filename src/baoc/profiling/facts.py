@@ -122,6 +122,11 @@ class TokenCounter:
                 self._passed.append(_Passed(weight.numel()))
                 self._handles.append(module.register_forward_hook(self._passed[-1]))
 
+    def restart(self) -> None:
+        """Forget what was seen."""
+        for each in self._passed:
+            each.tokens = 0
+
     def stop(self) -> int | None:
         """The mean over all hidden weights; ``None`` if nothing was seen."""
         for handle in self._handles:

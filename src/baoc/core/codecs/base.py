@@ -64,6 +64,8 @@ class Format(ABC):
     """Some fp32 numbers are not stored as they are."""
     shares: ClassVar[bool] = True
     """Elements have numbers in common, such as a scale or a mean: see :data:`~baoc.core.spec.SPIKE`."""
+    groups: ClassVar[bool] = False
+    """Elements share a scale or an exponent: see :meth:`strained`."""
     view_dims: ClassVar[int | None] = None
     """1: it works on its tensors in any shape. 2: only rows matter. ``None``: needs the parameter's own shape."""
 
@@ -91,6 +93,14 @@ class Format(ABC):
     def problem(self, held: Held) -> str | None:
         """What is wrong with numbers that come from outside, or ``None``. Shapes and dtypes are right already."""
         return None
+
+    def strained(self, held: Held, rows: slice) -> Tensor:
+        """Which groups of some rows have too few codes for what they hold, shape ``(rows, groups)``, as booleans.
+
+        That is a group at the end of its range, and one where a few large elements leave next to none to the others:
+        these then move by rounding alone. A group of zeros is not strained. Where :attr:`groups` is false, nothing is.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no groups")
 
     def graph_key(self) -> Hashable:
         """What a traced graph of this format depends on, beside the shapes of its tensors.

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baoc.core.codecs.base import Codec, Format, Held
-from baoc.core.codecs.int8 import Int8
+from baoc.core.codecs.int8 import SPARSE, Int8
 from baoc.core.rounding import NOISE_ONE, Rounding
 from baoc.core.spec import SMALL_NUMEL, Buffer, Shape, Slot
 
@@ -30,6 +30,8 @@ SMALLEST_SCALE = 2.0**-100
 
 @dataclass(frozen=True)
 class Int4Format(Format):
+    groups = True
+
     @property
     def row(self) -> int:
         """Elements in a row."""
@@ -67,6 +69,11 @@ class Int4Format(Format):
     def problem(self, held: Held) -> str | None:
         scales = held["scales"]
         return None if bool((scales.isfinite() & (scales >= 0)).all()) else "scales that are not finite numbers >= 0"
+
+    def strained(self, held: Held, rows: slice) -> Tensor:
+        halves = held["codes"][rows].view(rows.stop - rows.start, -1, HALF)  # (rows, groups, HALF)
+        used = ((halves & 15) != _ZERO).sum(-1) + ((halves >> 4) != _ZERO).sum(-1)
+        return (held["scales"][rows] > 0) & (used > 0) & (used * SPARSE <= GROUP)
 
     def graph_key(self) -> Hashable:
         return type(self), self.shape[1:]

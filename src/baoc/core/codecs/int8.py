@@ -30,6 +30,9 @@ GROUP = 256
 MIN_ROW = 8
 """Rows shorter than this (vectors too: their rows are single elements) have too little in common to share numbers."""
 
+SPARSE = 16
+"""A group of which no more than one element in so many has a code other than zero is strained."""
+
 LEAST_EXPONENT, MOST_EXPONENT = 32, 253
 """Of a group, biased as fp32's are: the smallest code of v must be a normal number and the largest of m a finite one.
 The distance from the least is stored, so a group of zeros has a zero there too."""
@@ -62,6 +65,7 @@ _UNSIGNED = Grid(mantissa=3, count=256)
 
 @dataclass(frozen=True)
 class Int8Format(Format):
+    groups = True
     view_dims = 2
 
     @property
@@ -127,6 +131,14 @@ class Int8Format(Format):
     def problem(self, held: Held) -> str | None:
         most = MOST_EXPONENT - LEAST_EXPONENT
         return f"exponents above {most}" if bool((held["exponents"] > most).any()) else None
+
+    def strained(self, held: Held, rows: slice) -> Tensor:
+        codes = to_groups(held["codes"][rows])  # (rows, groups, width)
+        used = (codes != 0).sum(-1)
+        is_at_end = held["exponents"][rows] == MOST_EXPONENT - LEAST_EXPONENT
+        if self.slot.signed:
+            return is_at_end | ((used > 0) & (used * SPARSE <= codes.shape[-1]))
+        return is_at_end | ((codes == 1).sum(-1) * 2 > used)  # v's smallest code stands for all that is smaller
 
     def graph_key(self) -> Hashable:
         return type(self), self.slot.signed

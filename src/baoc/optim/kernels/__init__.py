@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from baoc.optim.groups import Member
 from baoc.optim.kernels import native
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job
@@ -48,6 +49,23 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{self.name} on {self.device}: {self.reason}"
+
+
+def left_out(kernel: Kernel, members: Iterable[Member]) -> str:
+    """Which parameters a kernel leaves to torch operations, and why, as the rest of a sentence."""
+    if not isinstance(kernel, native.NativeKernel):
+        return ""
+    by_reason: dict[str, list[str]] = {}
+    for member in members:
+        param, grad = member.place.local(member.param.detach()), member.param.grad
+        grad = param if grad is None else member.place.local(grad)
+        reason = native.shortfall(member.layout, param, grad, member.place)
+        if reason is not None:
+            by_reason.setdefault(reason, []).append(member.name)
+    if not by_reason:
+        return ""
+    told = [f"{reason} ({len(names)}, such as {names[0]!r})" for reason, names in by_reason.items()]
+    return f", but in torch operations, several times slower, where {'; '.join(told)}"
 
 
 def check_request(request: str) -> None:

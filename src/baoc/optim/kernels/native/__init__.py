@@ -39,7 +39,7 @@ from baoc.core.spec import Reach, Shape
 from baoc.optim.kernels.eager import TILE_NUMEL, EagerKernel
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.matrices import EagerRows, run_matrices
-from baoc.optim.place import Negated
+from baoc.optim.place import Negated, Place
 
 # What is what in C: see job.h, which has these names.
 _MECHANISMS: dict[type[Mechanism], str] = {
@@ -286,6 +286,40 @@ def _form(
         *("scalars", "negate", "m_phase", "v_phase"),
     )
     return _Form(words, tuple(buffers), *(places[name] for name in changing))
+
+
+def shortfall(layout: Layout, param: Tensor, grad: Tensor, place: Place) -> str | None:
+    """Why C code leaves a parameter to torch operations, or ``None`` if it does not. Tensors are as the place shows
+    them.
+
+    >>> from baoc.core.configuration import parse
+    >>> from baoc.optim.place import WHOLE
+    >>> weight = torch.zeros(64, 64, dtype=torch.float16)
+    >>> shortfall(parse("adamw-8").layout((64, 64)), weight, weight, WHOLE)
+    'numbers are torch.float16, neither fp32 nor bf16'
+    """
+    mechanism = type(layout.mechanism)
+    formats = [each for each in layout.formats if not each.slot.of_direction]
+    if not param.numel():
+        return None
+    if mechanism not in _MECHANISMS and mechanism not in _AHEAD:
+        return f"there is no C code for {layout.mechanism.name}"
+    unknown = [f"{type(stored).__name__} of {stored.slot.name!r}" for stored in formats if type(stored) not in _FORMATS]
+    if unknown:
+        return f"there is no C code for the {unknown[0]}"
+    for tensor in (param, grad):
+        if tensor.dtype not in _DTYPES:
+            return f"numbers are {tensor.dtype}, neither fp32 nor bf16"
+        if type(tensor) not in _PLAIN or tensor.is_neg() or type(place) is Negated:
+            return f"a tensor is a {type(tensor).__name__} or a view that only torch can read"
+        if not tensor.is_contiguous() and _planes_and_channels(tensor) is None:
+            return "a tensor is not contiguous"
+    if place.ranks is not None and mechanism in _MECHANISMS and layout.reach is not Reach.ROWS:
+        return f"{layout.configuration} sums over ranks"
+    as_mechanism = "AHEAD" if mechanism in _AHEAD else ""
+    if _form(layout, param.shape, param.dtype, grad.dtype, as_mechanism) is None:
+        return f"there is no C code for {layout.configuration} on this shape"
+    return None
 
 
 def _arrays(stored: Format) -> list[tuple[str, str | None, dict[str, str]]]:

@@ -1,0 +1,38 @@
+"""Gradient release: each parameter is updated within backward(), so that gradients are never all there at once.
+
+python examples/gradient_release.py
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import nn
+
+import baoc
+from baoc.integrations import release_gradients
+
+
+def main(arguments: list[str] | None = None) -> list[float]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args(arguments)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(256, 128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 256))
+    plan = baoc.BAOC(model, memory=0.25).plan  # a budget is enough for a plan; no gradient has been seen
+    optimizer = baoc.BlockOptimizer(model, lr=3e-3, weight_decay=0.1, plan=plan)
+    release_gradients(optimizer)
+    losses = []
+    for _ in range(options.steps):
+        letters = torch.randint(256, (64,))
+        loss = nn.functional.cross_entropy(model(letters), (letters * 7 + 1) % 256)
+        loss.backward()  # is the step
+        losses.append(loss.item())
+    print(optimizer.plan)
+    return losses
+
+
+if __name__ == "__main__":
+    main()

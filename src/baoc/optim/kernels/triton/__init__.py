@@ -1,0 +1,172 @@
+"""The update in Triton, for CUDA and ROCm devices: one launch for all tensors of a family.
+
+What there is code for is said in :mod:`~baoc.optim.kernels.triton.families`, by name; everything else is left to another
+kernel, and the log says what and why. Addresses, sizes and numbers are read on the device: a step copies the numbers in
+one piece, and addresses where they have changed. No step waits for the device, and nothing is tuned by trying.
+
+Triton is imported when the first kernel is made, so that ``import baoc`` stays light.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baoc.core.spec import Reach
+from baoc.optim.kernels.job import Job
+from baoc.optim.kernels.matrices import EagerRows, run_matrices
+from baoc.optim.kernels.triton.families import ALIGNMENT, Family, Form, Use, form_of
+from baoc.optim.kernels.triton.tables import Numbers, Tables, Tiles
+from baoc.optim.kernels.triton.words import Word
+
+logger = logging.getLogger("baoc")
+
+INTERPRETER = "TRITON_INTERPRET"
+_INTERPRETED = Tiles(segments=64, tiles=1, blocks=2)  # a program takes milliseconds there, whatever its size
+_MATRIX_TILE = 1 << 22  # elements that torch's operations take at once, around matrix products
+_TABLES = 256  # that are kept
+
+
+class _Other(Protocol):
+    name: str
+
+    def run(self, jobs: Iterable[Job]) -> None: ...
+
+
+def is_interpreted() -> bool:
+    """Triton would run its code on the CPU, in its interpreter."""
+    return os.environ.get(INTERPRETER, "0").lower() in ("1", "true", "yes", "on")
+
+
+def obstacle(device: torch.device) -> str | None:
+    """Why this kernel cannot run on a device, or ``None`` if it can.
+
+    >>> obstacle(torch.device("meta"))
+    'it runs on CUDA and ROCm devices'
+    """
+    if device.type not in ("cuda", "cpu"):
+        return "it runs on CUDA and ROCm devices"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install 'baoc[triton]')"
+    if device.type == "cpu" and not is_interpreted():
+        return f"it runs on GPUs; on a CPU only in Triton's interpreter, with {INTERPRETER}=1 in the environment"
+    if device.type == "cuda" and is_interpreted():
+        return f"{INTERPRETER} is set, and Triton's interpreter reads the memory of CPUs only"
+    return None
+
+
+class TritonKernel:
+    """Runs on a GPU; on a CPU in Triton's interpreter, which is for tests.
+
+    Args:
+        device: where all tensors are.
+        other: makes the kernel for what there is no Triton code for.
+        tiles: how much of a tensor a program takes.
+    """
+
+    name = "triton"
+
+    def __init__(self, device: torch.device, other: Callable[[], _Other], tiles: Tiles | None = None) -> None:
+        from baoc.optim.kernels.triton.launch import launch
+
+        self._launch, self._device = launch, device
+        self._tiles = tiles or (_INTERPRETED if is_interpreted() else Tiles())
+        self._numbers = Numbers(device)
+        self._tables: OrderedDict[tuple[Family, int], Tables] = OrderedDict()
+        self._make_other, self._other = other, None
+        self._reported: set[str] = set()
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        whole: list[Job] = []
+        matrices: list[Job] = []
+        left: list[Job] = []
+        reasons: dict[str, list[str]] = {}
+        for job in jobs:
+            is_matrix = job.layout.reach is Reach.MATRIX
+            form = form_of(job, "direction" if is_matrix else "step")
+            if isinstance(form, str):
+                left.append(job)
+                reasons.setdefault(form, []).append(job.name)
+            elif job.param.numel():
+                (matrices if is_matrix else whole).append(job)
+        self._numbers.write([*whole, *matrices])
+        self.serve(whole, "step")
+        run_matrices(matrices, _MATRIX_TILE, _TritonRows(self))
+        if left:
+            self._run_other(left, reasons)
+
+    def serve(self, jobs: Sequence[Job], use: Use, directions: Sequence[Tensor] = ()) -> None:
+        """Launch what jobs that :func:`form_of` accepts need, all of a family at once.
+
+        ``directions``: where they go, or those to move by.
+        """
+        families: dict[Family, list[tuple[Form, list[int]]]] = {}
+        for index, job in enumerate(jobs):
+            form = form_of(job, use)
+            assert isinstance(form, Form)
+            words = self._words(job, form, use, directions[index] if directions else None)
+            is_aligned = form.family.aligned and not any(word % ALIGNMENT for word in words[: Word.ROW_PARTS])
+            families.setdefault(form.family._replace(aligned=is_aligned), []).append((form, words))
+        for family, members in families.items():
+            tables = self._tables_of(family, members[0][1])
+            tables.write([form for form, _ in members], [words for _, words in members])
+            self._launch(family, tables, self._numbers.tensor, self._tiles)
+        torch.autograd.graph.increment_version([job.param for job in jobs if use != "direction"])
+
+    def _words(self, job: Job, form: Form, use: Use, direction: Tensor | None) -> list[int]:
+        words = [0] * len(Word)
+        words[Word.PARAM], words[Word.GRAD] = job.param.data_ptr(), job.grad.data_ptr()
+        found = words[Word.PARAM] and words[Word.GRAD]
+        for word, key in form.buffers:
+            words[word] = job.state[key].data_ptr()
+            found = found and words[word]
+        if not found:
+            job.refuse_freed()
+        if direction is not None:
+            words[Word.PARAM if use == "direction" else Word.M] = direction.data_ptr()
+        words[Word.NUMBERS] = self._numbers.row(job)
+        words[Word.FIRST_ELEMENT] = job.place.first_row * (job.param.numel() // max(1, job.param.shape[0]))
+        return words
+
+    def _tables_of(self, family: Family, words: Sequence[int]) -> Tables:
+        """Those of the last step, if the first tensor's were among them."""
+        key = family, words[Word.M] if not family.moves else words[Word.PARAM]
+        if key not in self._tables:
+            self._tables[key] = Tables(family, self._device, self._tiles)
+            if len(self._tables) > _TABLES:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        return self._tables[key]
+
+    def _run_other(self, jobs: Sequence[Job], reasons: dict[str, list[str]]) -> None:
+        if self._other is None:
+            self._other = self._make_other()
+        for reason, names in reasons.items():
+            if reason not in self._reported:
+                self._reported.add(reason)
+                logger.info(
+                    "the %s kernel updates %d parameters, such as %r: there is no Triton code for %s",
+                    *(self._other.name, len(names), names[0], reason),
+                )
+        self._other.run(jobs)
+
+
+class _TritonRows(EagerRows):
+    """The rows of matrices: momentum before they are finished, and the parameter's move after."""
+
+    def __init__(self, kernel: TritonKernel) -> None:
+        super().__init__(_MATRIX_TILE)
+        self._kernel = kernel
+
+    def directions(self, jobs: Sequence[Job], out: Sequence[Tensor]) -> None:
+        self._kernel.serve(jobs, "direction", out)
+
+    def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
+        self._kernel.serve(jobs, "move", directions)

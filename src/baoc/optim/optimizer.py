@@ -41,7 +41,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             adamw-8"`` where it does not suit all. Without one every parameter gets ``adamw-32``, and
             ``load_state_dict`` takes over the plan of the checkpoint; with one, a checkpoint made under another plan is
             migrated.
-        kernel: ``"auto"``, ``"native"``, ``"compiled"`` or ``"eager"``; see :attr:`kernel`.
+        kernel: ``"auto"``, ``"native"``, ``"triton"``, ``"compiled"`` or ``"eager"``; see :attr:`kernel`.
         settings: hyper-parameters that belong to mechanisms, such as ``update_rms``, ``nesterov_momentum`` and
             ``newton_schulz`` (``momentum`` and ``ns_coefficients`` of ``torch.optim.Muon``), or ``beta2_decay``,
             ``adafactor_eps`` and ``clip_threshold`` (``beta2_decay``, ``eps`` and ``d`` of ``torch.optim.Adafactor``).

@@ -77,7 +77,7 @@ class TritonKernel:
         from baoc.optim.kernels.triton.launch import launch
 
         self._launch, self._device = launch, device
-        self._tiles = tiles or (_INTERPRETED if is_interpreted() else Tiles())
+        self._tiles = tiles or (_INTERPRETED if is_interpreted() else Tiles.on(64 if torch.version.hip else 32))
         self._numbers = Numbers(device)
         self._tables: OrderedDict[tuple[Family, int], Tables] = OrderedDict()
         self._make_other, self._other = other, None

@@ -104,19 +104,20 @@ def form_of(job: Job, use: Use) -> Form | str:
             return "a negated view"
     if isinstance(job.place, Negated):
         return "a negated view"
-    form = _form(job.layout, job.param.shape, job.param.dtype, job.grad.dtype, use)
-    if isinstance(form, Form):
-        if form.family.turns and job.place.rows is not None:
+    found = form(job.layout, job.param.shape, job.param.dtype, job.grad.dtype, use)
+    if isinstance(found, Form):
+        if found.family.turns and job.place.rows is not None:
             return "means over the rows of a shard"
-        if not all(job.state[key].is_contiguous() and type(job.state[key]) is Tensor for _, key in form.buffers):
+        if not all(type(held) is Tensor and held.is_contiguous() for held in (job.state[k] for _, k in found.buffers)):
             return "state that is not contiguous"
-    return form
+    return found
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _form(
+def form(
     layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype: torch.dtype, use: Use
 ) -> Form | str:
+    """How plain tensors of a shape, here, are run, or in words why they are not."""
     mechanism = _MECHANISMS.get(type(layout.mechanism))
     if mechanism is None:
         return f"the mechanism {layout.mechanism.name}"
@@ -136,8 +137,9 @@ def _form(
         mechanism, m = "move", "fp32"
     elif mechanism == "ahead" and m == "none":
         mechanism = "sgd"
+    param = "fp32" if use == "direction" else _DTYPES[param_dtype]
     family = Family(
-        mechanism, _DTYPES[param_dtype], _DTYPES[grad_dtype], m, v, turns,
+        mechanism, param, _DTYPES[grad_dtype], m, v, turns,
         coupled=not layout.mechanism.decoupled, shares=layout.shares, moves=use != "direction",
     )  # fmt: skip
     numel, by_rows = math.prod(shape), {m, v} - _DENSE or turns

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from baoc.optim.kernels.triton.device.sums import add_up, make_means
 from baoc.optim.kernels.triton.device.update import update
 from baoc.optim.kernels.triton.families import Family
-from baoc.optim.kernels.triton.tables import Tables, Tiles
+from baoc.optim.kernels.triton.tables import WARPS, Tables, Tiles
 
-OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-"""Products and sums are rounded one by one, as torch's are: results are the same on every device."""
+REGISTERS = 128  # at the most for a thread; without a word about it, ptxas saves a few more and spills some
+
+
+def options(backend: str) -> dict[str, Any]:
+    """How kernels are compiled for "cuda" or "hip".
+
+    Products and sums are rounded one by one, as torch's are: results are the same on every device.
+    """
+    common = {"num_warps": WARPS, "enable_fp_fusion": False}
+    return common | {"maxnreg": REGISTERS} if backend == "cuda" else common
+
+
+_OPTIONS = options("hip" if torch.version.hip else "cuda")
 
 
 def launch(family: Family, tables: Tables, numbers: Tensor, tiles: Tiles) -> None:
@@ -20,12 +32,12 @@ def launch(family: Family, tables: Tables, numbers: Tensor, tiles: Tiles) -> Non
     words = tables.words.tensor
     for index, turn in enumerate(family.turns):
         blocks, sums = tables.blocks.tensor, tables.sums[turn]
-        add_up[(len(blocks),)](words, blocks, numbers, **sums_constants(family, index, tiles), **OPTIONS)
+        add_up[(len(blocks),)](words, blocks, numbers, **sums_constants(family, index, tiles), **_OPTIONS)
         out_format = means_format(family)
         owners = sums.owners.tensor
-        make_means[(len(owners),)](sums.words.tensor, owners, numbers, OUT_FORMAT=out_format, **OPTIONS)
+        make_means[(len(owners),)](sums.words.tensor, owners, numbers, OUT_FORMAT=out_format, **_OPTIONS)
     owners = tables.updates.tensor
-    update[(len(owners),)](words, owners, numbers, **update_constants(family, tiles), **OPTIONS)
+    update[(len(owners),)](words, owners, numbers, **update_constants(family, tiles), **_OPTIONS)
 
 
 def update_constants(family: Family, tiles: Tiles) -> dict[str, Any]:
@@ -52,7 +64,7 @@ def sums_constants(family: Family, index: int, tiles: Tiles) -> dict[str, Any]:
     other = {"row": "col", "col": "row"}.get(turn, "none")
     return {
         "OF": family.mechanism if is_balanced else "grad",
-        "PARAM": family.param,
+        "PARAM": family.param if family.coupled else "none",
         "GRAD": family.grad,
         "M": family.m if is_balanced else "none",
         "COUPLED": family.coupled,

@@ -13,20 +13,31 @@ from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.triton.families import Family, Form
 from baoc.optim.kernels.triton.words import Number, Sum, Word
 
+WARPS = 4  # in a program
 _PART = 64  # fp32 numbers: parts of the memory for sums begin at multiples of it
 
 
 class Tiles(NamedTuple):
     """How much of a tensor a program takes: ``tiles`` times ``segments`` groups of int8."""
 
-    segments: int = 4  # more would not fit a thread's registers
-    tiles: int = 8
-    blocks: int = 32  # tiles in one block of rows, where rows and columns are added up
+    segments: int
+    tiles: int
+    blocks: int  # tiles in one block of rows, where rows and columns are added up
 
     @property
     def rows(self) -> int:
         """In one block."""
         return self.segments * self.blocks
+
+    @staticmethod
+    def on(threads: int) -> Tiles:
+        """For warps of so many threads: four elements for each, which is a vector of fp32 and leaves registers free.
+
+        >>> Tiles.on(32), Tiles.on(64)
+        (Tiles(segments=2, tiles=16, blocks=64), Tiles(segments=4, tiles=8, blocks=32))
+        """
+        segments = 4 * threads * WARPS // GROUP
+        return Tiles(segments, 32 // segments, 128 // segments)
 
 
 class Written:

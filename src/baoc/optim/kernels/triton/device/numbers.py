@@ -20,9 +20,8 @@ BF16_NAN = tl.constexpr(0x7FC0)
 @triton.jit
 def pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """A pointer to numbers of a type at an address (int64)."""
-    if ALIGNED:  # a product is the one way to tell the compiler, which then loads vectors
-        address = (address >> 4) * 16
-    return address.to(tl.pointer_type(TYPE))
+    found = address.to(tl.pointer_type(TYPE))
+    return tl.multiple_of(found, 16) if ALIGNED else found  # then whole vectors are loaded
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """The update in Triton, for CUDA and ROCm devices: one launch for all tensors of a family.
 
-What there is code for is said in :mod:`~baoc.optim.kernels.triton.families`, by name; everything else is left to another
-kernel, and the log says what and why. Addresses, sizes and numbers are read on the device: a step copies the numbers in
-one piece, and addresses where they have changed. No step waits for the device, and nothing is tuned by trying.
+What there is code for is said in :mod:`~baoc.optim.kernels.triton.families`, by name; everything else is left to
+another kernel, and the log says what and why. Addresses, sizes and numbers are read on the device: a step copies the
+numbers in one piece, and addresses where they have changed. No step waits for the device, and nothing is tuned by
+trying.
 
 Triton is imported when the first kernel is made, so that ``import baoc`` stays light.
 """
@@ -80,7 +81,8 @@ class TritonKernel:
         self._tiles = tiles or (_INTERPRETED if is_interpreted() else Tiles.on(64 if torch.version.hip else 32))
         self._numbers = Numbers(device)
         self._tables: OrderedDict[tuple[Family, int], Tables] = OrderedDict()
-        self._make_other, self._other = other, None
+        self._make_other = other
+        self._other: _Other | None = None
         self._reported: set[str] = set()
 
     def run(self, jobs: Iterable[Job]) -> None:

@@ -114,9 +114,7 @@ def form_of(job: Job, use: Use) -> Form | str:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def form(
-    layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype: torch.dtype, use: Use
-) -> Form | str:
+def form(layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype: torch.dtype, use: Use) -> Form | str:
     """How plain tensors of a shape, here, are run, or in words why they are not."""
     mechanism = _MECHANISMS.get(type(layout.mechanism))
     if mechanism is None:

@@ -46,7 +46,7 @@ def quotient(x, y):
 
 @triton.jit
 def noise_at(element, phase):
-    """The noise of :class:`baoc.core.rounding.Rounding` for elements by their number; int32 may wrap, as it may there."""
+    """The noise of :class:`baoc.core.rounding.Rounding` for elements by their number; of int32, low bits are enough."""
     here = (element.to(tl.int32) * PHASE_PER_ELEMENT + phase) & PHASE_MASK
     return ((here >> NOISE_SHIFT) & (-2 * NOISE_MARGIN)) | NOISE_MARGIN
 

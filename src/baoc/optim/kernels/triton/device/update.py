@@ -54,15 +54,10 @@ def update(
 ):  # fmt: skip
     """Every program updates ``TILES`` tiles of ``SEGMENTS`` segments of one tensor, which ``owners`` names.
 
-    Args:
-        table: (tensors, words) int64, see :class:`~baoc.optim.kernels.triton.words.Word`.
-        owners: (programs,) int32.
-        numbers: (rows, numbers) fp32.
-        MECHANISM: "sgd", "momentum", "adam", "lion", "ahead" or "move".
-        PARAM, GRAD: "fp32" or "bf16".
-        M, V: a format, or "none"; see :mod:`~baoc.optim.kernels.triton.families`.
-        NORMS: "none", "row", "col" or "both": which factors of a balanced direction there are.
-        MOVES: the parameter moves; else the direction is stored in its place.
+    ``table`` is (tensors, words) int64, ``owners`` (programs,) int32 and ``numbers`` (rows, numbers) fp32: see
+    :mod:`~baoc.optim.kernels.triton.words`. The constants are those of
+    :class:`~baoc.optim.kernels.triton.families.Family`; without ``MOVES`` the direction is stored in the parameter's
+    place.
     """
     tensor = own_tensor(table, owners)
     own = own_numbers(tensor, numbers)

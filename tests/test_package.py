@@ -26,7 +26,8 @@ ROOMS: dict[str, set[str]] = {
     "calibrate": ENGINE,
     "configurator": ENGINE,
     "report": ENGINE,
-    "cli": {*ENGINE, "_version", "calibrate", "models", "plan", "report"},
+    "selfcheck": {"core", "optim"},
+    "cli": {*ENGINE, "_version", "calibrate", "models", "plan", "report", "selfcheck"},
     "__main__": {"cli"},
 }
 # Within core and optim too, imports only go down.

@@ -11,11 +11,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baoc import BlockOptimizer, Configuration, parse
@@ -27,6 +25,7 @@ from baoc.optim.kernels.triton.families import form_of
 from baoc.optim.kernels.triton.tables import Tiles, Written
 from baoc.optim.place import Whole
 from baoc.optim.state import new_state
+from baoc.selfcheck.equality import SHAPES, ExactRoots, Trained
 from tests.cases import CONFIGURATIONS, gradients
 
 if not triton_kernels.is_interpreted():
@@ -35,21 +34,10 @@ pytest.importorskip("triton")
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
-# Rows of whole vectors with a group that is not full, and of none; a convolution; vectors, large and small.
-SHAPES = [(17, 272), (16, 301), (12, 4, 9, 9), (4100,), (7,)]
 LEFT = ("adafactor",)  # mechanisms without Triton code
 
 # The interpreter divides where it does not use the quotient.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-class ExactRoots(TorchFunctionMode):
-    """Square roots as IEEE has them; torch's on a CPU are wrong in the last bit now and then."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.sqrt:
-            return torch.from_numpy(np.sqrt(args[0].numpy()))
-        return function(*args, **(kwargs or {}))
 
 
 class Refusing:
@@ -66,34 +54,6 @@ class Shard(Whole):
 
     def __init__(self, first_row: int, rows: int) -> None:
         self.first_row, self.rows = first_row, rows
-
-
-class Trained:
-    """Parameters of one configuration with their state, advanced together by any kernel."""
-
-    def __init__(
-        self, configuration: Configuration, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = FP32
-    ) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.layouts = [configuration.layout(shape) for shape in shapes]
-        self.params = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-        self.states = [new_state(layout, CPU) for layout in self.layouts]
-
-    def step(self, kernel: Any, grads: Sequence[Tensor], maximize: bool = False, **settings: float) -> None:
-        hyper = Hyper(**{"lr": 1e-2, "weight_decay": 0.1} | settings)
-        known: dict[object, Any] = {}
-        jobs = [
-            Job.of(layout, param, grad, state, hyper, maximize=maximize, name=str(tuple(param.shape)), known=known)
-            for layout, param, grad, state in zip(self.layouts, self.params, grads, self.states)
-        ]
-        kernel.run(jobs)
-        advance_ages(jobs)
-
-    def buffers(self) -> dict[str, Tensor]:
-        held = {f"{index}.param": param for index, param in enumerate(self.params)}
-        for index, state in enumerate(self.states):
-            held |= {f"{index}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
-        return held
 
 
 def kernel(other: Any = Refusing) -> triton_kernels.TritonKernel:
@@ -135,7 +95,7 @@ def test_it_equals_eager(configuration):
     """All tensors at once, and nothing is left to another kernel; Sinkhorn's many turns in one dtype only."""
     pairs = [(FP32, FP32), (BF16, BF16), (FP32, BF16)]
     for param_dtype, grad_dtype in pairs[: 1 if configuration.mechanism_name == "sinkhorn" else None]:
-        expected, found = (Trained(configuration, SHAPES, param_dtype) for _ in range(2))
+        expected, found = (Trained(configuration, dtype=param_dtype) for _ in range(2))
         for grads in streams(2, grad_dtype):
             with ExactRoots():
                 expected.step(EagerKernel(), grads)

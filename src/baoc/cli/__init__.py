@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baoc._version import __version__
-from baoc.cli import calibrate, diff, estimate, explain, frontier, plan, program
+from baoc.cli import calibrate, diff, estimate, explain, frontier, plan, program, selfcheck
 from baoc.cli.common import Parser
 
-COMMANDS = (estimate, plan, explain, frontier, diff, calibrate)
+COMMANDS = (estimate, plan, explain, frontier, diff, calibrate, selfcheck)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

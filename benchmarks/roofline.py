@@ -41,9 +41,15 @@ class Model(NamedTuple):
         """Of all parameters, by names that tell embeddings and heads."""
         width, hidden, keys = self.width, self.hidden, self.key_width
         layer = {
-            **{"q": (width, width), "k": (keys, width), "v": (keys, width), "o": (width, width)},
-            **{"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)},
-            **{"norm1": (width,), "norm2": (width,)},
+            "q": (width, width),
+            "k": (keys, width),
+            "v": (keys, width),
+            "o": (width, width),
+            "gate": (hidden, width),
+            "up": (hidden, width),
+            "down": (width, hidden),
+            "norm1": (width,),
+            "norm2": (width,),
         }
         layers = {f"layers.{i}.{name}": shape for i in range(self.layers) for name, shape in layer.items()}
         ends = {"embed_tokens": (self.vocabulary, width), "norm": (width,), "lm_head": (self.vocabulary, width)}
@@ -102,8 +108,8 @@ def page(bandwidth: float, teraflops: float, ranks: Mapping[str, int]) -> str:
         parts += [table(model, found, ranks[model.name], bandwidth, teraflops), ""]
     command = f"python -m benchmarks.roofline --bandwidth {bandwidth:g} --teraflops {teraflops:g}"
     said = (
-        f"bf16 parameters and gradients; {bandwidth:g} GB/s; {teraflops:g} TFLOP/s for products of matrices. Computed by "
-        f"`{command}`, not measured."
+        f"bf16 parameters and gradients; {bandwidth:g} GB/s; {teraflops:g} TFLOP/s for products of matrices. Computed "
+        f"by `{command}`, not measured."
     )
     return "\n".join([said, "", *parts]).rstrip()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -11,11 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from baoc import BlockOptimizer
+import baoc
+from baoc import BlockOptimizer, cli
 from baoc.optim import kernels
 from baoc.optim.kernels import triton as triton_kernels
 from baoc.optim.kernels.triton.families import Family
 from baoc.optim.kernels.triton.tables import Tiles, _room
+from baoc.selfcheck.equality import Trained, differences
+from benchmarks import roofline
 from benchmarks.triton_kernels import TARGETS, Compiled, Kernel, compiled, families, kernels_of, problems
 
 ROOT = Path(__file__).parents[1]
@@ -33,17 +37,59 @@ REPRESENTATIVES = {
 }
 
 
+def interpreted(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
 @needs_triton
 @pytest.mark.parametrize("part", ["equals_eager and adam", "equals_eager and not adam", "not equals_eager"])
 def test_in_the_interpreter(part):
     """In a process of its own: triton decides when it is imported."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", part]
-    result = subprocess.run(
-        [*command, "tests/test_triton_interpreted.py"],
-        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
+    result = interpreted("pytest", "-x", "-p", "no:cacheprovider", "-k", part, "tests/test_triton_interpreted.py")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "passed" in result.stdout and "skipped" not in result.stdout
+
+
+@needs_triton
+def test_a_tiny_self_check_runs_in_the_interpreter(tmp_path):
+    """So that it is known to work where somebody has a GPU."""
+    output = tmp_path / "selfcheck.json"
+    result = interpreted("baoc", "selfcheck", "--device", "cpu", "--tiny", "--output", str(output))
+    assert result.returncode == 0, result.stdout + result.stderr
+    content = json.loads(output.read_text())
+    assert content["passed"] and {each["found"] for each in content["equalities"]} == {"as promised"}
+    timed = {each["optimizer"]: each["seconds"] for each in content["timings"]}
+    assert set(timed) == {"torch AdamW fused", "adamw-16", "adamw-8"} and all(timed.values())
+    assert "all 4 comparisons with the eager kernel passed" in result.stdout
+
+
+def test_differences_are_found():
+    """Of the kind that is promised: bits, or codes that may be one apart here and there."""
+    one, other, start = (Trained(baoc.parse("adamw-8"), [(64, 80)]) for _ in range(3))
+    assert not differences(one, other, "bits", start)
+    other.states[0]["m.codes"][0, 0] += 1
+    assert differences(one, other, "bits", start) == ["0.m.codes: 1 of 5120 differ"]
+    assert not differences(one, other, "rounding", start)
+    other.states[0]["m.codes"][0, 0] += 1
+    other.params[0][1] += 1e-3
+    assert len(differences(one, other, "rounding", start)) == 2
+
+
+def test_a_self_check_without_a_gpu_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.delenv(triton_kernels.INTERPRETER, raising=False)
+    assert cli.main(["selfcheck", "--device", "cpu"]) == 2
+    assert "TRITON_INTERPRET=1" in capsys.readouterr().err or importlib.util.find_spec("triton") is None
+
+
+def test_the_page_about_gpus_has_the_roofline_that_is_computed():
+    page = ROOT / "docs" / "gpu.md"
+    made = roofline.page(3350.0, 400.0, roofline.RANKS)
+    assert page.read_text() == roofline.inserted(page.read_text(), made), "run the command that is named there"
+    row = next(row for row in roofline.rows(roofline.MODELS[0], ["adamw-32"], 4))
+    numel = sum(torch.Size(shape).numel() for shape in roofline.MODELS[0].shapes().values())
+    assert (numel, row.moved_bytes, row.operations) == (6_738_415_616, 28 * numel, 0)
 
 
 @needs_triton

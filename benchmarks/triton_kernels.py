@@ -32,9 +32,10 @@ SHAPES = ((96, 512), (61, 83), (5008,), (64,))  # rows of whole vectors, and not
 DTYPES = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16))
 VECTOR = {"fp32": 16, "bf16": 8}  # bytes that a thread loads at once of four elements
 ABOUT = """\
-Every kernel of `kernel="triton"`, compiled on a machine without a GPU. Registers are the most that a thread of any
-variant takes, spills the memory that it needs beyond them, loads the widest and the narrowest access of a tensor's
-elements. Nothing here was run or timed."""
+Every kernel of `kernel="triton"`, compiled on a machine without a GPU; nothing here was run or timed. Registers are the
+most that a thread of any variant takes (variants differ in the dtypes of parameters and gradients, and in the kind of
+weight decay). The command ends in an error if a kernel spills registers, if the compiler was left to fuse products into
+sums, or if the elements of aligned rows are read in less than vectors: 16 bytes of fp32 and 8 of bf16 for a thread."""
 
 
 class Target(NamedTuple):
@@ -207,10 +208,8 @@ def table(results: Mapping[Kernel, Mapping[Target, Compiled]]) -> str:
 def _cell(made: Sequence[Compiled]) -> str:
     if not made:
         return "-"
-    registers, shared, spills = (
-        max(getattr(each, name) for each in made) for name in ("registers", "shared", "spills")
-    )
-    return f"{registers} registers, {shared} B shared, {spills} B spilled"
+    registers, shared = max(each.registers for each in made), max(each.shared for each in made)
+    return f"{registers}, {shared} B shared" if shared else str(registers)
 
 
 def page(results: Mapping[Kernel, Mapping[Target, Compiled]], command: str) -> str:

@@ -15,6 +15,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -86,7 +87,7 @@ class TritonKernel:
         self._reported: set[str] = set()
 
     def run(self, jobs: Iterable[Job]) -> None:
-        whole: list[Job] = []
+        whole: list[tuple[Job, Form]] = []
         matrices: list[Job] = []
         left: list[Job] = []
         reasons: dict[str, list[str]] = {}
@@ -96,31 +97,34 @@ class TritonKernel:
             if isinstance(form, str):
                 left.append(job)
                 reasons.setdefault(form, []).append(job.name)
-            elif job.param.numel():
-                (matrices if is_matrix else whole).append(job)
-        self._numbers.write([*whole, *matrices])
-        self.serve(whole, "step")
-        run_matrices(matrices, _MATRIX_TILE, _TritonRows(self))
+            elif not job.param.numel():
+                continue
+            elif is_matrix:
+                matrices.append(job)
+            else:
+                whole.append((job, form))
+        for job in (*matrices, *left):  # before anything has changed
+            job.refuse_freed()
+        self._numbers.write([*(job for job, _ in whole), *matrices])
+        self._serve(whole, "step")
+        run_matrices(matrices, _MATRIX_TILE, _TritonRows(self._serve))
         if left:
             self._run_other(left, reasons)
 
-    def serve(self, jobs: Sequence[Job], use: Use, directions: Sequence[Tensor] = ()) -> None:
-        """Launch what jobs that :func:`form_of` accepts need, all of a family at once.
-
-        ``directions``: where they go, or those to move by.
-        """
+    def _serve(self, served: Sequence[tuple[Job, Form]], use: Use, directions: Sequence[Tensor] = ()) -> None:
+        """Launch what jobs need, all of a family at once. ``directions``: where they go, or those to move by."""
         families: dict[Family, list[tuple[Form, list[int]]]] = {}
-        for index, job in enumerate(jobs):
-            form = form_of(job, use)
-            assert isinstance(form, Form)
+        for index, (job, form) in enumerate(served):
             words = self._words(job, form, use, directions[index] if directions else None)
             is_aligned = form.family.aligned and not any(word % ALIGNMENT for word in words[: Word.ROW_PARTS])
             families.setdefault(form.family._replace(aligned=is_aligned), []).append((form, words))
-        for family, members in families.items():
-            tables = self._tables_of(family, members[0][1])
-            tables.write([form for form, _ in members], [words for _, words in members])
-            self._launch(family, tables, self._numbers.tensor, self._tiles)
-        torch.autograd.graph.increment_version([job.param for job in jobs if use != "direction"])
+        on_gpu = self._device.type == "cuda"
+        with torch.cuda.device(self._device) if on_gpu else nullcontext():  # triton launches on the current one
+            for family, members in families.items():
+                tables = self._tables_of(family, members[0][1])
+                tables.write([form for form, _ in members], [words for _, words in members])
+                self._launch(family, tables, self._numbers.tensor, self._tiles)
+        torch.autograd.graph.increment_version([job.param for job, _ in served if use != "direction"])
 
     def _words(self, job: Job, form: Form, use: Use, direction: Tensor | None) -> list[int]:
         words = [0] * len(Word)
@@ -163,12 +167,21 @@ class TritonKernel:
 class _TritonRows(EagerRows):
     """The rows of matrices: momentum before they are finished, and the parameter's move after."""
 
-    def __init__(self, kernel: TritonKernel) -> None:
+    def __init__(self, serve: Callable[[Sequence[tuple[Job, Form]], Use, Sequence[Tensor]], None]) -> None:
         super().__init__(_MATRIX_TILE)
-        self._kernel = kernel
+        self._serve = serve
 
     def directions(self, jobs: Sequence[Job], out: Sequence[Tensor]) -> None:
-        self._kernel.serve(jobs, "direction", out)
+        self._serve(_with_forms(jobs, "direction"), "direction", out)
 
     def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
-        self._kernel.serve(jobs, "move", directions)
+        self._serve(_with_forms(jobs, "move"), "move", directions)
+
+
+def _with_forms(jobs: Sequence[Job], use: Use) -> list[tuple[Job, Form]]:
+    found = []
+    for job in jobs:
+        form = form_of(job, use)
+        assert isinstance(form, Form), form  # accepted for a direction, which asks for more than a move
+        found.append((job, form))
+    return found

@@ -38,7 +38,7 @@ class ExactRoots(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.sqrt and args[0].device == _CPU:
-            return torch.from_numpy(np.sqrt(np.asarray(args[0])))
+            return torch.from_numpy(np.asarray(np.sqrt(args[0].numpy())))
         return function(*args, **(kwargs or {}))
 
 

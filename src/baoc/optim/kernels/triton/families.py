@@ -150,10 +150,9 @@ def form(layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype
 def _format_name(stored: Format) -> str | None:
     name = _FORMATS.get(type(stored))
     if isinstance(stored, FactoredFormat) and name is not None:
-        kinds = {type(factor) for _, factor in stored.factors}
-        if kinds == {BF16Format}:
-            return "factored-bf16"
-        return name if kinds == {FP32Format} and not stored.slot.torch_dims else None
+        kinds = tuple({type(factor) for _, factor in stored.factors})
+        known = {(FP32Format,): name, (BF16Format,): f"{name}-bf16"}
+        return None if stored.slot.torch_dims else known.get(kinds)
     return name
 
 

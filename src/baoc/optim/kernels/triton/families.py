@@ -150,9 +150,9 @@ def form(layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype
 def _format_name(stored: Format) -> str | None:
     name = _FORMATS.get(type(stored))
     if isinstance(stored, FactoredFormat) and name is not None:
-        kinds = tuple({type(factor) for _, factor in stored.factors})
-        known = {(FP32Format,): name, (BF16Format,): f"{name}-bf16"}
-        return None if stored.slot.torch_dims else known.get(kinds)
+        known: dict[type[Format], str] = {FP32Format: name, BF16Format: f"{name}-bf16"}
+        kinds = {known.get(type(factor)) for _, factor in stored.factors}
+        return None if stored.slot.torch_dims or len(kinds) > 1 else kinds.pop()
     return name
 
 

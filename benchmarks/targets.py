@@ -39,7 +39,8 @@ RATIO = Quantity(lambda row, other: paired_ratio(row["seconds"], other["seconds"
 SPEEDUP = Quantity(
     lambda row, other: paired_ratio(other["seconds"], row["seconds"])["median"], lambda x: f"{x:.1f}x", at_least=True
 )
-FIRST = Quantity(lambda row, _: row["first_seconds"], lambda x: f"{x:.2f} s")
+FIRST = Quantity(lambda row, other: row["first_seconds"] / other["first_seconds"], lambda x: f"{x:.2f}x")
+"""It touches fresh memory, and what that costs is the machine's: torch's own has been 0.3 s and 1.5 s."""
 EXTRA = Quantity(lambda row, _: row["extra_peak_bytes"], human_bytes)
 MATMUL = Quantity(lambda row, _: row.get("matmul_share"), lambda x: f"{x:.0%}", at_least=True)
 
@@ -79,7 +80,7 @@ TARGETS = (
     Target(
         "AdamW with int8 state: faster than bitsandbytes'", SPEEDUP, 20, _EIGHT_BIT, against="bitsandbytes AdamW8bit"
     ),
-    Target("first step, slowest of ours", FIRST, 1.0, _ALL),
+    Target("first step, slowest of ours, against the one of torch's fused AdamW", FIRST, 1.5, _ALL),
     Target("extra peak memory in a step, largest of ours", EXTRA, 16 * 2**20, _ALL),
     Target("extra peak memory of Newton-Schulz iterations", EXTRA, 64 * 2**20, _ITERATED),
     Target("Newton-Schulz iterations: of the rate of matrix products", MATMUL, 0.7, _ITERATED),

@@ -26,7 +26,8 @@ def record(
     model = workload.build(seed=seed)
     if bf16_weights:
         model.to(torch.bfloat16)
-    optimizer = baoc.BAOC(model, lr=workload.lr, memory=memory, warmup=steps, seed=seed)
+    # with more plans to come, samples are kept whatever the budget
+    optimizer = baoc.BAOC(model, lr=workload.lr, memory=memory, warmup=steps, replan_every=steps, seed=seed)
     for step, batch in zip(range(1, steps + 1), workload.train_batches(seed=seed)):
         started = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16_weights):  # for inputs that are fp32

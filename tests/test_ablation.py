@@ -162,6 +162,7 @@ def made_up(method: str, seed: int, test: float, held: int = 100, factor: float 
         "largest_state_bytes": held,
         "reference_bytes": 400,
         "parameters": 100,
+        "plan": None,
     }
     return {**row, **changes}
 
@@ -173,7 +174,7 @@ def made_up_runs() -> list[Row]:
     rows += [made_up("adamw32", seed, 4.0 + seed, 800, lr_grid=[0.5, 1.0, 2.0]) for seed in range(3)]
     for seed, noise in enumerate((0.0, 0.01, -0.01)):
         best = 4.0 + seed + noise
-        rows.append(made_up("baoc@0.25", seed, 0.95 * best, 90))
+        rows.append(made_up("baoc@0.25", seed, 0.95 * best, 90, plan={"expected_loss": -7.5}))
         rows.append(made_up("baoc@1", seed, 0.97 * best, 390))
         rows.append(made_up("lion-8", seed, 0.9 * best, 95))
         rows.append(made_up("adamw-8", seed, 0.8 * best, 200))
@@ -189,6 +190,7 @@ def test_the_frontiers_checks() -> None:
     assert "at 0.25: `adamw-8`" not in text and "at 1: `adamw-8` by " in text
     assert "- gpt-small/embedded: 1 is worse than 0.25 by " in text
     assert "- By type 0.25: no plan fits" in text
+    assert re.search(r"\| BAOC 0\.25 \| -7\.50 \| -[45]\.\d\d ± 0\.\d\d \| \+2\.\d\d \|", text)
 
 
 def test_a_method_is_judged_at_its_own_learning_rate_or_at_adamw32s() -> None:

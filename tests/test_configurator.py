@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import logging
 import pickle
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from baoc import BAOC, PlanError, parse, state_bytes
-from baoc.configurator import SAMPLER
+from baoc.optim.checkpoint import SAMPLES
 from tests.memory import PeakMemory
 
 WARMUP = 6
@@ -58,6 +59,14 @@ def test_the_budget_holds_at_every_step(memory, replan_every, space):
     assert losses[-1] < losses[0]
 
 
+def samples_of(optimizer: BAOC) -> tuple[int, int]:
+    """Steps that were sampled, and that were skipped, as a checkpoint has them."""
+    saved = optimizer.state_dict()
+    assert any(SAMPLES in entry for entry in saved["state"].values())
+    samples = json.loads(saved["param_groups"][0]["planner"])["samples"]
+    return samples["steps"], samples["skipped"]
+
+
 def _assert(condition: bool) -> None:
     assert condition
 
@@ -84,7 +93,6 @@ def test_the_plan_says_what_and_why():
     text = optimizer.plan.table(wide=True)
     for word in ("block", "tensors", "configuration", "state", "lr scale", "risk", "why", "aggressive"):
         assert word in text
-    assert SAMPLER not in optimizer.state
     assert optimizer.profile is not None and optimizer.profile.steps == WARMUP
 
 
@@ -165,7 +173,7 @@ def test_a_rehearsal_is_not_a_step_of_the_warmup():
     model = make_model()
     optimizer = baoc(model)
     get_optimizer_state_dict(model, optimizer)
-    assert optimizer.state and SAMPLER not in optimizer.state
+    assert optimizer.state and samples_of(optimizer) == (0, 0)
 
 
 def test_non_finite_gradients_are_skipped_and_counted(caplog):
@@ -175,8 +183,7 @@ def test_non_finite_gradients_are_skipped_and_counted(caplog):
         param.grad = torch.full_like(param, float("nan"))
     with caplog.at_level(logging.WARNING, logger="baoc"):
         optimizer.step()
-    assert optimizer.state[SAMPLER]["skipped"] == 1
-    assert optimizer.state[SAMPLER]["steps"] == 0
+    assert samples_of(optimizer) == (0, 1)
     assert "non-finite" in caplog.text
 
 
@@ -191,8 +198,7 @@ def test_a_step_that_the_grad_scaler_skips_is_not_sampled():
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    assert optimizer.state[SAMPLER]["steps"] == 2
-    assert optimizer.state[SAMPLER]["skipped"] == 0
+    assert samples_of(optimizer) == (2, 0)
 
 
 def test_replanning_by_hand():
@@ -212,7 +218,7 @@ def test_replanning_by_hand():
 
 def test_the_warmup_may_end_early():
     model = make_model()
-    optimizer = baoc(model, warmup=200, settle=10.0)
+    optimizer = baoc(model, warmup=200, settle=10.0, memory=2.0)
     run(model, optimizer, range(20))
     assert optimizer.profile is not None and optimizer.profile.steps == 20
     patient = baoc(make_model(), warmup=200, settle=1e-9)

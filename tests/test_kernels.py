@@ -11,9 +11,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from baoc import BlockOptimizer, parse
-from baoc.core.spec import Reach
+from baoc.core.sharding import Ranks
+from baoc.core.spec import Hyper, Reach
 from baoc.optim import kernels
 from baoc.optim.kernels import compiled, eager
+from baoc.optim.kernels.job import Job
+from baoc.optim.place import WHOLE, Whole
+from baoc.optim.state import new_state
 from tests.cases import SHAPES, by_configuration, gradients, train
 from tests.memory import PeakMemory
 
@@ -75,6 +79,24 @@ def test_pieces_of_a_large_parameter_are_updated_as_the_whole(monkeypatch):
         train(BlockOptimizer([param], lr=1e-2, plan="sgdwm-8", kernel=kernel), param, gradients((65, 300), 3))
     assert len(compiled._pieces(parse("sgdwm-8").layout((65, 300)), 65, 300)) == 5
     torch.testing.assert_close(*params, rtol=1e-5, atol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.xdist_group("compile")
+def test_compiled_code_rounds_a_shard_as_the_whole():
+    class Lower(Whole):
+        first_row, rows, ranks = 32, 33, Ranks(None, rank=1, size=2)
+
+    shape, codes = (65, 300), {}
+    [grad] = gradients(shape, 1)
+    for place, rows in ((WHOLE, slice(0, 65)), (Lower(), slice(32, 65))):
+        layout = parse("sgdwm-8").layout(shape, rows=place.rows)
+        state = new_state(layout, grad.device, place)
+        param = torch.ones(shape)[rows].clone()
+        job = Job.of(layout, param, grad[rows].clone(), state, Hyper(lr=1e-2), place=place)
+        compiled.CompiledKernel().run([job])
+        codes[place.first_row] = state["m.codes"]
+    assert torch.equal(codes[0][32:], codes[32])
 
 
 @needs_compiler

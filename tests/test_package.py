@@ -32,7 +32,7 @@ ROOMS: dict[str, set[str]] = {
 }
 # Within core and optim too, imports only go down.
 LAYERS = {
-    "core": ["spec", "rounding", "text", "files", "roles", "codecs", "mechanisms", "configuration", "plan"],
+    "core": ["spec", "sharding", "rounding", "text", "files", "roles", "codecs", "mechanisms", "configuration", "plan"],
     "optim": [
         *("place", "measure", "blocks", "groups", "state", "kernels"),
         *("migrate", "lr_match", "torch_state", "checkpoint", "optimizer"),

@@ -208,7 +208,9 @@ def test_the_time_budget_is_kept(time: float, modules: Planner) -> None:
 
 
 def test_a_time_budget_below_the_fastest_names_the_fastest(modules: Planner) -> None:
-    with pytest.raises(PlanError, match=r"no plan is within 0\.4 of AdamW16's update time: the fastest needs 0\.5"):
+    with pytest.raises(
+        PlanError, match=r"no plan is within time=0\.4 of AdamW16's update time: the fastest needs 0\.5"
+    ):
         modules.plan(0.5, 0.4)
 
 

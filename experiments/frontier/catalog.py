@@ -9,7 +9,8 @@ from experiments.runs import Cell
 
 BUDGETS = (0.0, 0.01, 0.05, 0.13, 0.25, 0.5, 1.0)
 """Of AdamW16's state; 0: the cheapest plan there is."""
-OURS = tuple(f"baoc@{share:g}" for share in BUDGETS)
+AUTOMATIC = "baoc@auto"
+OURS = (*(f"baoc@{share:g}" for share in BUDGETS), AUTOMATIC)
 PAPERS = tuple(f"baoc-paper@{share:g}" for share in (0.3, 0.4, 0.5, 1.0))
 BY_TYPE = tuple(f"by-type@{share:g}" for share in (0.25, 0.5, 1.0))
 UNIFORM = (
@@ -46,10 +47,10 @@ _FINE_TUNING = {0.5: 0.1, 0.25: 0.3, 0.05: 2.0}
 
 SETTINGS = (
     Setting("gpt-small/alpaca", 250, targets=_LANGUAGE),
-    Setting("gpt-small/alpaca-gsm8k", 150, targets=_FINE_TUNING),
+    Setting("gpt-small/alpaca-gsm8k", 120, targets=_FINE_TUNING),
     Setting("vit-small/cifar10", 300, targets=_IMAGES),
     Setting("llama-small/gsm8k", 250, targets=_LANGUAGE),
     Setting("vit-small/cifar10-classes", 200, targets=_FINE_TUNING),
-    Setting("t5-small/gsm8k", 200, targets=_T5),
-    Setting("unet-small/cifar10", 120, batch_size=4, targets=_IMAGES),
+    Setting("t5-small/gsm8k", 150, targets=_T5),
+    Setting("unet-small/cifar10", 80, batch_size=4, targets=_IMAGES),
 )

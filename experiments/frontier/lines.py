@@ -50,6 +50,13 @@ class Line:
         return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
     @property
+    def expected(self) -> float | None:
+        """The difference that its plans expected, if they did."""
+        plans = [row["plan"] or {} for row in self.rows.values()]
+        found = [plan["expected_loss"] for plan in plans if plan.get("expected_loss") is not None]
+        return statistics.fmean(found) if found else None
+
+    @property
     def bytes_per_parameter(self) -> float:
         return statistics.fmean(row["state_bytes"] / row["parameters"] for row in self.rows.values())
 

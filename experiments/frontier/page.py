@@ -28,7 +28,7 @@ def text(settings: Sequence[Setting], rows: Sequence[Row], command: Sequence[str
     by_setting = [(setting, lines) for setting, lines in by_setting if lines]
     for setting, lines in by_setting:
         parts += ["", f"## {setting.workload}", "", *_table(setting, lines, rows)]
-    return "\n".join([*parts, "", *_checks(by_setting), ""])
+    return "\n".join([*parts, "", *_checks(by_setting), "", *_expectations(by_setting), ""])
 
 
 def _table(setting: Setting, lines: Sequence[Line], rows: Sequence[Row]) -> list[str]:
@@ -95,6 +95,20 @@ def _not_monotone(by_setting: Sequence[tuple[Setting, Sequence[Line]]]) -> Itera
             for smaller, gain in gains:
                 if gain is not None:
                     yield f"{setting.workload}: {share:g} is worse than {smaller:g} by {gain:.2f} points."
+
+
+def _expectations(by_setting: Sequence[tuple[Setting, Sequence[Line]]]) -> list[str]:
+    """What BAOC's plans said of themselves beside what came of them."""
+    cells = []
+    for setting, lines in by_setting:
+        for line, expected in ((line, line.expected) for line in lines):
+            if expected is not None:
+                measured = estimate(list(line.differences.values()), "+.2f")
+                off = f"{line.mean - expected:+.2f}"
+                cells.append([setting.workload, line.label, f"{expected:+.2f}", measured, off])
+    about = "What plans expected of themselves, in percent of AdamW32's loss, and what was measured."
+    header = ["Workload", "Method", "Expected", "Measured", "Off by (points)"]
+    return ["## Expected and measured", "", about, "", *markdown.table(header, cells, numbers=True)]
 
 
 def _is_ours(line: Line) -> bool:

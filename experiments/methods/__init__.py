@@ -19,6 +19,7 @@ import torch  # noqa: F401 - the docstring example needs it
 
 from baoc import ConfigurationError
 from baoc.models.resolve import call_function
+from baoc.planning.settings import AUTO
 from experiments.methods import adam_mini, adamw, budgeted, by_role, cosmos, galore, muon, spam
 from experiments.methods.base import Method, MethodError, Settings
 from experiments.methods.uniform import uniform
@@ -43,7 +44,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Method:
-    """The method of a name: ``muon``, ``baoc@0.25``, or a person's own, ``file.py:function``.
+    """The method of a name: ``muon``, ``baoc@0.25``, ``baoc@auto``, or a person's own, ``file.py:function``.
 
     A configuration of ours is a name too, and so are several of them, by role or parameter.
 
@@ -54,6 +55,8 @@ def get(name: str) -> Method:
     if file.endswith(".py"):
         return load(file, function)
     family, at, share = name.partition("@")
+    if name == f"baoc@{AUTO}":
+        return budgeted.baoc_at(AUTO)
     if at and family in _BUDGETED:
         return _BUDGETED[family](0.0 if family == "baoc" and share == "0" else _share(name, share))
     if name in _FIXED:

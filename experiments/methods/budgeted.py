@@ -31,11 +31,14 @@ SGD_LR_SCALE = 100.0  # what people give SGD, 0.1, to what they give AdamW, 0.00
 
 
 def baoc_at(
-    share: float,
+    share: float | str,
     kind: type[baoc.BAOC] = baoc.BAOC,
     changed: Callable[[Settings], Mapping[str, Any]] = lambda settings: {},
 ) -> Method:
-    """BAOC as it is, or with other arguments, which may depend on the run: ablations need them."""
+    """BAOC as it is, or with other arguments, which may depend on the run: ablations need them.
+
+    ``share``: of AdamW16's state, or ``"auto"``.
+    """
 
     def build(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
         arguments = {
@@ -47,7 +50,8 @@ def baoc_at(
         }
         return kind(model, lr=lr, **{**arguments, **changed(settings)})
 
-    return Method(f"baoc@{share:g}", f"BAOC {share:g}", build, note="matches its blocks' lr to AdamW's")
+    budget = share if isinstance(share, str) else f"{share:g}"
+    return Method(f"baoc@{budget}", f"BAOC {budget}", build, note="matches its blocks' lr to AdamW's")
 
 
 def baoc_paper_at(

@@ -53,6 +53,7 @@ def _plan(plan: baoc.Plan) -> dict[str, Any]:
     return {
         "blocks": {block.name: str(block.configuration) for block in plan.blocks},
         "shares": {configuration: count / total for configuration, count in numel.items()},
+        "expected_loss": plan.settings.get("expected_loss"),
     }
 
 

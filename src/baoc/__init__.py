@@ -1,7 +1,7 @@
 """baoc: optimizer memory as a budget you set."""
 
 from baoc._version import __version__
-from baoc.configurator import BAOC
+from baoc.configurator import BAOC, lay_out_for
 from baoc.core.codecs import register_codec
 from baoc.core.configuration import BEYOND, CATALOG, Configuration, ConfigurationError, parse
 from baoc.core.mechanisms import register_mechanism
@@ -28,6 +28,7 @@ __all__ = [
     "ProfileError",
     "Profiler",
     "__version__",
+    "lay_out_for",
     "make_plan",
     "parse",
     "profile",

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from baoc.core.plan import Block, Plan, PlanError, memory_budget
+from baoc.core.plan import Block, Plan, PlanError, is_per_rank, memory_budget
+from baoc.core.sharding import fullest
 from baoc.core.spec import DEFAULT_BETAS, Hyper
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.planning.planner import DEFAULT_MEMORY, Planner
@@ -31,12 +32,14 @@ def make_plan(
     time: float | None = None,
     *,
     hyper: Hyper | None = None,
+    ranks: int = 1,
     **settings: Any,
 ) -> Plan:
     """The plan of least risk for a profile within a memory and a time budget.
 
     ``memory`` is a share of AdamW16's state (0.5, "50%"), bytes (an int), a size ("1.5GiB") or "auto"; ``time`` bounds
-    how long a training step may become, relative to one with AdamW16. ``settings`` are those of
+    how long a training step may become, relative to one with AdamW16. A budget like "2GiB/rank" is what each of
+    ``ranks`` may hold that parameters are sharded over. ``settings`` are those of
     :class:`~baoc.planning.planner.Settings`.
 
     >>> model = nn.Linear(64, 128)
@@ -46,7 +49,10 @@ def make_plan(
     True
     """
     chosen = Settings.of("make_plan", settings)
-    return Planner(profile.shapes, profile, hyper or Hyper(lr=1e-3), chosen).plan(memory, time)
+    rows = {name: fullest(shape[0], ranks) for name, shape in profile.shapes.items() if shape}
+    of_a_rank = rows if is_per_rank(memory) else {}
+    plan = Planner(profile.shapes, profile, hyper or Hyper(lr=1e-3), chosen, rows=of_a_rank).plan(memory, time)
+    return plan.sharded(ranks) if ranks > 1 else plan
 
 
 def profile(

@@ -14,11 +14,13 @@ from typing import Any
 from baoc.core.configuration import REFERENCE, Configuration, parse
 from baoc.core.files import replaced
 from baoc.core.roles import Role, roles_by_name
+from baoc.core.sharding import fullest
 from baoc.core.spec import Shape
 from baoc.core.text import human_bytes, human_count, table
 
 FORMAT = "baoc.plan"
 VERSION = 1
+_PER_RANK = re.compile(r"\s*/\s*rank$")
 
 
 class PlanError(ValueError):
@@ -71,6 +73,9 @@ class Plan:
     blocks: tuple[Block, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What it was made for and how well that was solved: budgets, bound, gap, prices, seed. Plain JSON values."""
+    rows: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
+    """Of parameters that are sharded: how many rows the fullest rank has. A plan is the same for any number of ranks,
+    so this is no part of its file; an optimizer knows it."""
     _block_of: Mapping[str, Block] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -155,6 +160,24 @@ class Plan:
     def state_bytes(self) -> int:
         """What an optimizer with this plan holds, to the byte."""
         return sum(block.state_bytes for block in self.blocks)
+
+    @property
+    def state_bytes_per_rank(self) -> int:
+        """What the rank holds that holds most of it: all, unless parameters are sharded.
+
+        >>> Plan.uniform("adamw-8", {"weight": (90, 512)}).sharded(4).state_bytes_per_rank
+        23644
+        """
+        return sum(
+            block.configuration.state_bytes(shape, rows=self.rows.get(name))
+            for block in self.blocks
+            for name, shape in block.parameters.items()
+        )
+
+    def sharded(self, ranks: int) -> Plan:
+        """The same plan where rows of all parameters are spread over ranks, as FSDP2 does; 0-d ones are not."""
+        shapes = (item for block in self.blocks for item in block.parameters.items())
+        return replace(self, rows={name: fullest(shape[0], ranks) for name, shape in shapes if shape})
 
     @property
     def reference_bytes(self) -> int:
@@ -263,6 +286,8 @@ class Plan:
         lines = [
             f"{human_bytes(self.state_bytes)} of state, {share:.1%} of AdamW16's {human_bytes(self.reference_bytes)}"
         ]
+        if self.rows:
+            lines[0] += f"; at most {human_bytes(self.state_bytes_per_rank)} on a rank"
         if "expected_loss" in self.settings:
             start = {"scratch": "from scratch", "finetune": "in fine-tuning"}.get(self.settings.get("regime", ""), "")
             runs = self.settings.get("expected_from_runs", 0)
@@ -322,11 +347,13 @@ def _risk_text(risk: Mapping[str, float]) -> str:
 def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
     """Bytes of a budget: a float or "50%" is a share of AdamW16's state, an int is bytes, "1.5GiB" is a size.
 
+    Where ``reference_bytes`` are those of one rank, so is the budget: see :func:`is_per_rank`.
+
     >>> memory_budget(0.5, 1000), memory_budget("50%", 1000), memory_budget(400, 1000), memory_budget("1.5 KiB", 1000)
     (500, 500, 400, 1536)
     """
     if isinstance(memory, str):
-        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%|B|[KMGT]i?B)", memory.strip())
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%|B|[KMGT]i?B)", _PER_RANK.sub("", memory.strip()))
         if match is None:
             raise PlanError(
                 f"cannot read the budget {memory!r}. Write a size like '1.5GiB', or a share like '50%' or 0.5."
@@ -349,6 +376,15 @@ def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
     if not math.isfinite(share * reference_bytes):
         raise PlanError(f"the memory budget {memory!r} is more bytes than can be counted. 2.0 is enough for any plan.")
     return int(share * reference_bytes)
+
+
+def is_per_rank(memory: object) -> bool:
+    """Whether a budget is what each rank may hold, rather than all of them together.
+
+    >>> is_per_rank("2GiB/rank"), is_per_rank("2GiB"), is_per_rank(0.5)
+    (True, False, False)
+    """
+    return isinstance(memory, str) and _PER_RANK.search(memory.strip()) is not None
 
 
 def _some(names: Iterable[str], shown: int = 3) -> str:

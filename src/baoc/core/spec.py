@@ -54,8 +54,10 @@ class Buffer:
     """
 
     name: str
-    shape: Shape
+    shape: Shape  # of what is held here
     dtype: torch.dtype
+    by_rows: bool = True
+    """Dim 0 is the parameter's, and cut where that is; else it is of all rows, and whole on every rank."""
 
     @property
     def nbytes(self) -> int:

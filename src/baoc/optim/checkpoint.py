@@ -7,8 +7,10 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from baoc.core.configuration import Configuration, Layout, parse
@@ -25,6 +27,13 @@ PLAN = "plan"
 distributed checkpoints take it for one value, so a plan is replaced as a whole and never mixed with another. They ask
 the live group for the keys that it wants, so the key is there too, without a text. Parameters go by their positions:
 names are for people, and may differ between two optimizers that go on from one checkpoint."""
+PLANNER = "planner"
+"""Likewise, for what an optimizer that plans for itself knows besides; a text that only it can read."""
+CARRIED = (PLAN, PLANNER)
+SAMPLES = "baoc.samples"
+"""The key of the first trainable parameter's state under which such an optimizer has its sampled gradients: only there
+do all kinds of checkpoints look for tensors."""
+_WRAPPERS = ("module.", "model.")
 _ASSIGNMENTS, _SETTINGS = "assignments", "plan_settings"  # how plans were saved before, parameter by parameter
 
 
@@ -38,42 +47,79 @@ class Prepared(NamedTuple):
     state: dict[Any, Any]
     param_groups: list[Group]
     plan: Plan
+    planner: str = ""
+    samples: Mapping[str, Any] = MappingProxyType({})
 
 
-def reserve_plan(param_groups: Sequence[Group]) -> None:
-    """Give the group that will carry the plan its key."""
+def reserve(param_groups: Sequence[Group], key: str) -> None:
+    """Give the group that will carry a text its key."""
     carrier = next((group for group in param_groups if group["params"]), None)
     if carrier is not None:
-        carrier.setdefault(PLAN, "")
+        carrier.setdefault(key, "")
+
+
+def write(packed_groups: Sequence[Group], key: str, text: str) -> None:
+    """Write a text into the group of a state dict that carries it."""
+    for group in packed_groups:
+        if key in group:
+            group[key] = text
 
 
 def write_plan(packed_groups: Sequence[Group], plan: Plan) -> None:
     """Write a plan into the groups of a state dict."""
-    names = [name for name, _ in groups.named_params(packed_groups)]
-    text = plan.renamed(dict(zip(names, groups.positions(packed_groups)))).to_json()
-    for group in packed_groups:
-        if PLAN in group:
-            group[PLAN] = text
+    write(packed_groups, PLAN, plan.renamed(positions_by_name(packed_groups)).to_json())
+
+
+def positions_by_name(param_groups: Sequence[Group]) -> dict[str, str]:
+    """Where each parameter is, by which a checkpoint knows it."""
+    return dict(zip((name for name, _ in groups.named_params(param_groups)), groups.positions(param_groups)))
+
+
+def copied(state_dict: Any) -> dict[str, Any]:
+    """A shallow copy of a state dict, for hooks to write to."""
+    if not isinstance(state_dict, Mapping):
+        raise CheckpointError(
+            f"this is not an optimizer's state dict but a {type(state_dict).__name__}. Pass what "
+            "optimizer.state_dict() gave."
+        )
+    return dict(state_dict)
 
 
 def prepare(
     state_dict: Mapping[str, Any], members: Sequence[Member], current: Sequence[Group], own_plan: Plan | None
 ) -> Prepared:
-    """What ``load_state_dict`` is to install.
+    """What ``load_state_dict`` is to install; nothing is changed, and whatever is wrong is a :class:`CheckpointError`.
 
     ``own_plan``: the optimizer's own stays, and the checkpoint's state is migrated into it. Without one, the
     checkpoint's is taken over, if it has one.
     """
+    try:
+        return _prepare(state_dict, members, current, own_plan)
+    except (CheckpointError, torch.OutOfMemoryError):
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    except (TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint is damaged ({type(error).__name__}: {error}). Load another one."
+        ) from error
+
+
+def _prepare(
+    state_dict: Mapping[str, Any], members: Sequence[Member], current: Sequence[Group], own_plan: Plan | None
+) -> Prepared:
     saved = _read_groups(state_dict)
     _check_groups(saved, current)
     saved_plan = _read_plan(saved)
+    planner = next(filter(None, [group.pop(PLANNER, "") for group in saved]), "")
     keys = [key for group in saved for key in group["params"]]
     state = state_dict["state"]
-    loaded = [{**own, **group, "params": own["params"]} for group, own in zip(saved, current)]
+    loaded = [{**own, **group, **_who(own)} for group, own in zip(saved, current)]
     for index, group in enumerate(loaded):
         groups.check_hyper(group, f"the checkpoint's group {index}")
     saved_blocks = _blocks(saved, saved_plan)
     any_state = any(state.get(key) for key in keys)
+    samples: dict[str, Any] = {}
     moves = []
     for member, group, key, theirs in zip(members, groups.repeated(loaded), keys, saved_blocks):
         if key not in state and any_state and _must_have_state(member, theirs):
@@ -81,7 +127,12 @@ def prepare(
                 f"the checkpoint has no state of parameter {member.name!r}, though it has that of others: it is "
                 "damaged. Load another one, or start without state."
             )
-        moves.append(_move(replace(member, group=group), _entry(state, key, member), theirs, own_plan is not None))
+        entry = _entry(state, key, member)
+        found = entry.pop(SAMPLES, {})
+        if not isinstance(found, dict):
+            raise CheckpointError(f"the checkpoint's samples are a {type(found).__name__}: it is damaged.")
+        samples = found or samples
+        moves.append(_move(replace(member, group=group), entry, theirs, own_plan is not None))
     scales = lr_scales(moves)
     held: defaultdict[Any, Any] = defaultdict(dict)
     held.update({key: value for key, value in state.items() if key not in set(keys)})
@@ -93,7 +144,12 @@ def prepare(
         for (name, param), move in zip(groups.named_params(loaded), moves)
     ]
     settings = next((plan.settings for plan in (own_plan, saved_plan) if plan is not None), {})
-    return Prepared(held, loaded, blocks.plan_of(assigned, settings))
+    return Prepared(held, loaded, blocks.plan_of(assigned, settings), planner, samples)
+
+
+def _who(group: Group) -> Group:
+    """What says who is in a group: an optimizer that has names keeps them."""
+    return {key: group[key] for key in ("params", "param_names") if key in group}
 
 
 def _read_groups(state_dict: Mapping[str, Any]) -> list[Group]:
@@ -130,13 +186,21 @@ def _check_groups(saved: Sequence[Group], current: Sequence[Group]) -> None:
             )
         if "param_names" not in group or "param_names" not in own:
             continue
-        theirs, ours = groups.names(group, index), groups.names(own, index)
+        theirs, ours = _bare(groups.names(group, index)), _bare(groups.names(own, index))
         if theirs != ours and sorted(theirs) == sorted(ours):
             first = next(pair for pair in zip(theirs, ours) if pair[0] != pair[1])
             raise CheckpointError(
                 f"the parameters of group {index} are in another order than in the checkpoint: {first[1]!r} stands "
                 f"where {first[0]!r} was saved. Pass them in the order they were saved in."
             )
+
+
+def _bare(names: Sequence[str]) -> list[str]:
+    """Names without what wrappers put before all of them."""
+    bare = list(names)
+    while bare and any(all(name.startswith(prefix) for name in bare) for prefix in _WRAPPERS):
+        bare = [name.partition(".")[2] for name in bare]
+    return bare
 
 
 def _read_plan(saved: Sequence[Group]) -> Plan | None:
@@ -208,7 +272,7 @@ def _entry(state: Mapping[Any, Any], key: Any, member: Member) -> dict[str, Any]
         raise CheckpointError(
             f"the checkpoint's state of parameter {member.name!r} is a {type(entry).__name__}: it is damaged."
         )
-    return entry
+    return dict(entry)
 
 
 def _move(member: Member, entry: dict[str, Any], theirs: Block | None, keep_plan: bool) -> Move:
@@ -240,7 +304,7 @@ def _fitted(member: Member, configuration: Configuration, state: ParamState) -> 
         return {}
     fitted: ParamState = {}
     layout = configuration.layout(member.shape, rows=member.place.rows)
-    state = _of_today(layout, state)
+    state = _of_today(layout, {key: _unwrapped(member, layout, key, value) for key, value in state.items()})
     for key, buffer in layout.buffers.items():
         tensor = state.get(key)
         held = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "nothing"
@@ -258,7 +322,14 @@ def _fitted(member: Member, configuration: Configuration, state: ParamState) -> 
                 f"the checkpoint's {stored.slot.name!r} of parameter {member.name!r} has {problem}: it is damaged. "
                 "Load another one, or start without state."
             )
-    return fitted
+    buffers = {key: buffer for key, buffer in layout.buffers.items() if buffer.name != "age"}
+    return fitted | {key: member.place.wrap(fitted[key], buffer) for key, buffer in buffers.items()}
+
+
+def _unwrapped(member: Member, layout: Layout, key: str, value: Any) -> Any:
+    """What of a saved tensor is for this rank."""
+    is_buffer = isinstance(value, Tensor) and key in layout.buffers
+    return member.place.unwrap(value, layout.buffers[key]) if is_buffer else value
 
 
 def _of_today(layout: Layout, state: ParamState) -> ParamState:

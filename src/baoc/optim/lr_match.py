@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+
+import torch
 
 from baoc.core.mechanisms import Evidence, Mechanism, pooled_rms
 from baoc.optim.migrate import Holding, Move, is_same_rule
@@ -32,8 +35,9 @@ def _lr_scale(moves: Sequence[Move]) -> float | None:
         old = _typical_rms(move.holding, move.holding.mechanism)
         new = _typical_rms(move.holding, move.layout.mechanism)
         if old is not None and new is not None:
-            old_parts.append((move.holding.param.numel(), scale * old))
-            new_parts.append((move.holding.param.numel(), new))
+            numel = move.holding.place.numel(move.holding.param)
+            old_parts.append((numel, scale * old))
+            new_parts.append((numel, new))
     old_rms, new_rms = pooled_rms(old_parts), pooled_rms(new_parts)
     matched = old_rms / new_rms if new_rms > 0 else 0.0
     return matched if math.isfinite(matched) and matched > 0 else mean_scale
@@ -41,14 +45,20 @@ def _lr_scale(moves: Sequence[Move]) -> float | None:
 
 def _typical_rms(holding: Holding, mechanism: Mechanism) -> float | None:
     """RMS of a mechanism's next update in units of lr, given what another one's state tells about the gradients."""
-    tiles = holding.tiles()
-    param_rms = pooled_rms(
-        (part.numel(), part.square().mean().sqrt().item()) for part in (holding.param[rows].float() for rows in tiles)
+    tiles = [(rows, holding.param[rows]) for rows in holding.tiles()]
+    param_rms = _over_all_rows(
+        holding, [(part.numel(), part.float().square().mean().sqrt().item()) for _, part in tiles]
     )
-    parts = []
-    for rows in tiles:
-        rms = mechanism.typical_rms(Evidence(holding.means(rows), holding.ages, param_rms), holding.hyper)
-        if rms is None:
-            return None
-        parts.append((holding.param[rows].numel(), rms))
-    return pooled_rms(parts)
+    assert param_rms is not None
+    rms_of = functools.partial(mechanism.typical_rms, hyper=holding.hyper)
+    lengths = [(part.numel(), rms_of(Evidence(holding.means(rows), holding.ages, param_rms))) for rows, part in tiles]
+    return _over_all_rows(holding, lengths)
+
+
+def _over_all_rows(holding: Holding, parts: Sequence[tuple[int, float | None]]) -> float | None:
+    """The RMS of all of a parameter, from (elements, RMS) of the parts that are here; ``None`` if one has none."""
+    unknown = sum(rms is None for _, rms in parts)
+    squares = sum(numel * (rms or 0.0) ** 2 for numel, rms in parts)
+    sums = torch.tensor([squares, unknown], dtype=torch.float64, device=holding.param.device)
+    squares, unknown = holding.place.sum(sums).tolist()
+    return None if unknown else math.sqrt(squares / max(1, holding.place.numel(holding.param)))

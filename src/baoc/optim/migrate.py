@@ -8,8 +8,9 @@ by side for one parameter only, and until its new state is complete the old one 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,12 +49,16 @@ class Holding:
         """Of the slots that have seen a gradient."""
         return {name: age for name, age in ages_of(self.layout, self.state).items() if age > 0} if self.state else {}
 
+    @functools.cached_property
+    def _held(self) -> Mapping[str, Any]:
+        return self.place.held(self.state)
+
     def tiles(self) -> list[slice]:
         return row_tiles(self.param.shape, TILE_NUMEL)
 
     def value(self, stored: Format, rows: slice) -> Tensor:
         """fp32 rows of a slot."""
-        return stored.decode(stored.held_in(self.state), rows)
+        return stored.decode(stored.held_in(self._held), rows)
 
     def means(self, rows: slice) -> dict[str, Tensor]:
         """fp32 rows of every slot that has seen a gradient, as weighted means."""
@@ -110,14 +115,19 @@ def order(moves: Sequence[Move]) -> list[int]:
     """In which order to convert, so that old and new state together need as little as possible.
 
     A parameter's old and new state exist side by side for a moment. Those that shrink go first, small ones before
-    large, to make room; of those that grow the largest go first, while there is room.
+    large, to make room; of those that grow the largest go first, while there is room. What counts are whole
+    parameters: ranks whose shards differ must go in one order.
     """
 
     def rank(index: int) -> tuple[bool, int]:
-        old, new = moves[index].holding.layout.nbytes, moves[index].layout.nbytes
+        old, new = _whole_bytes(moves[index].holding.layout), _whole_bytes(moves[index].layout)
         return new > old, -old if new > old else new
 
     return sorted(range(len(moves)), key=rank)
+
+
+def _whole_bytes(layout: Layout) -> int:
+    return layout.configuration.state_bytes(layout.shape)
 
 
 def is_same_rule(old: Mechanism, new: Mechanism) -> bool:
@@ -157,12 +167,13 @@ def _values(
 
 
 def _fill(stored: Format, state: ParamState, values: Iterator[tuple[slice, Tensor]], place: Place) -> None:
-    held = stored.held_in(state)
+    held = stored.held_in(place.held(state))
     if not isinstance(stored, SummedFormat):
         for rows, value in values:
             stored.encode(held, rows, value, NEAREST)
         return
-    partial = None
+    nothing = torch.zeros(0, *stored.shape[1:], device=next(iter(held.values())).device)
+    partial = stored.absorb(held, slice(0, 0), nothing, 0.0, 1.0, NEAREST, None)  # all there is in a shard without rows
     for rows, value in values:
         partial = stored.absorb(held, rows, value, 0.0, 1.0, NEAREST, partial)
     stored.finish(held, 0.0, 1.0, NEAREST, None if partial is None else place.sum(partial))

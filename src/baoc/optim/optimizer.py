@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from baoc.core.configuration import Configuration, parse
 from baoc.core.mechanisms import MECHANISMS, known_settings
 from baoc.core.plan import Plan, PlanError
 from baoc.core.roles import Role, role_of, roles_of
+from baoc.core.sharding import fullest
 from baoc.core.spec import DEFAULT_BETAS, Hyper, Shape, real_shape
 from baoc.core.text import check_names, human_bytes
 from baoc.optim import blocks, checkpoint, groups, kernels, migrate
@@ -27,6 +28,8 @@ from baoc.optim.state import misfit, new_state
 logger = logging.getLogger("baoc")
 
 DEFAULT_CONFIGURATION = "adamw-32"
+REHEARSER = "torch.distributed.checkpoint.state_dict"
+"""It makes state appear by a step that is none."""
 _ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "plan", "maximize", "kernel")
 
 
@@ -57,6 +60,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         all          2       32.9K  adamw-8        65.2 KiB         -
         65.2 KiB of state, 50.6% of AdamW16's 129.0 KiB
     """
+
+    _plans_later: ClassVar[bool] = False
+    """For subclasses: parameters that join get their configuration, and so their state, from a plan made after that."""
 
     def __init__(
         self,
@@ -103,6 +109,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             Plan.refuse_unsuited(self._default, shapes, self._roles_of(shapes))
         if plan is not None:
             self._refuse_idle(settings)
+        if not self._plans_later:
+            self._allocate_sharded()
 
     # ---- the torch.optim.Optimizer contract ----
 
@@ -122,9 +130,11 @@ class BlockOptimizer(torch.optim.Optimizer):
         except Exception:
             del self.param_groups[index]  # refused: as if it had never come
             raise
-        checkpoint.reserve_plan(self.param_groups)
+        checkpoint.reserve(self.param_groups, checkpoint.PLAN)
         self._plan_given |= "configuration" in param_group
         self._plan = self._extended(self._plan, index, configuration, named)
+        if self._complete is not None and not self._plans_later:
+            self._allocate_sharded()
 
     def _extended(
         self, plan: Plan, index: int, configuration: Configuration, named: Iterable[tuple[str, Tensor]]
@@ -142,6 +152,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._before_step()
         hypers = {id(group): groups.hyper(group, f"param group {i}") for i, group in enumerate(self.param_groups)}
         stepping = [member for member in self.members() if member.param.grad is not None]
         complete = self._complete is self._roster
@@ -152,7 +163,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             device = member.param.device
             by_device.setdefault(device, []).append(member)
             if state:
-                _check_state(member, state, device)
+                _check_state(member, member.place.held(state), device)
             else:
                 complete &= not member.layout.formats
         kernel_of = {device: self._kernel_for(device) for device in by_device}
@@ -173,6 +184,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._has_stepped |= bool(stepping)
         self._after_update()
         return loss
+
+    def _before_step(self) -> None:
+        """For subclasses: gradients are there, and nothing has been read yet."""
 
     def _before_update(self, stepping: Sequence[Member]) -> None:
         """For subclasses: gradients as the update will see them."""
@@ -198,15 +212,27 @@ class BlockOptimizer(torch.optim.Optimizer):
         included. The checkpoint is checked as a whole before anything is changed. torch's state dicts do not say which
         optimizer wrote them: their state is moved into the configurations this one has.
         """
-        state_dict = state_dict.copy()
+        state_dict = checkpoint.copied(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         own_plan = self.plan if self._plan_given else None
         loaded = checkpoint.prepare(state_dict, self.members(), self.param_groups, own_plan)
-        self.__setstate__({"state": loaded.state, "param_groups": loaded.param_groups, "_plan": loaded.plan})
+        own = self._read_own(loaded)
+        self.__setstate__({"state": loaded.state, "param_groups": loaded.param_groups, "_plan": loaded.plan, **own})
+        self._allocate_sharded()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def take_layout(self, state_dict: dict[str, Any]) -> None:
+        """Take over the plan of a state dict that has no state yet, and make room for what it would have."""
+        self._plan_given = False
+        self.load_state_dict(state_dict)
+        self._allocate()
+
+    def _read_own(self, loaded: checkpoint.Prepared) -> dict[str, Any]:
+        """For subclasses: attributes to be set by a checkpoint; an error refuses all of it."""
+        return {}
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_kernel_request", "_plan_given", "_default", "_plan", "_roles", "_has_stepped")
@@ -223,7 +249,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             mine = [member for member in self.members() if member.group is group]
             configurations = sorted({str(member.configuration) for member in mine})
             lines += ["", f"Parameter Group {index}: {len(mine)} tensors, {', '.join(configurations)}"]
-            hidden = ("params", "param_names", checkpoint.PLAN)
+            hidden = ("params", "param_names", *checkpoint.CARRIED)
             lines += [f"    {key}: {group[key]}" for key in sorted(group) if key not in hidden]
         return "\n".join([*lines, ")"])
 
@@ -232,8 +258,8 @@ class BlockOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> Plan:
         """What every parameter is updated with now."""
-        self.members()
-        return self._plan
+        rows = self._rows_per_rank()
+        return self._plan if self._plan.rows == rows else dataclasses.replace(self._plan, rows=rows)
 
     @torch.no_grad()
     def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
@@ -262,6 +288,7 @@ class BlockOptimizer(torch.optim.Optimizer):
                 self.state.pop(member.param, None)
             self._plan = plan
         self._plan_given = True
+        self._allocate_sharded()
 
     def _migrate(self, plan: Plan) -> None:
         members = self.members()
@@ -348,8 +375,18 @@ class BlockOptimizer(torch.optim.Optimizer):
             kept = blocks.without_others(self._plan, {name: real_shape(param) for name, param in named.items()})
             self._plan = self._extended(kept, len(self.param_groups) - 1, self._default, new)
 
+    def _rows_per_rank(self) -> dict[str, int]:
+        """How many rows of every sharded parameter the fullest rank has."""
+        places = ((member.name, member.shape, member.place.ranks) for member in self.members())
+        return {name: fullest(shape[0], ranks.size) for name, shape, ranks in places if ranks is not None}
+
     def _shapes(self) -> dict[str, Shape]:
         return {member.name: member.shape for member in self.members()}
+
+    def _allocate_sharded(self) -> None:
+        """State of sharded parameters is there from the start: ranks must agree on what a checkpoint has."""
+        if any(member.place.ranks for member in self.members()):
+            self._allocate()
 
     def _allocate(self) -> None:
         """Give state to every trainable parameter at once, in its plan's layout.
@@ -369,10 +406,12 @@ class BlockOptimizer(torch.optim.Optimizer):
 
         A schedule that starts at lr 0 may make the same step, and that one counts: so the caller is looked at.
         """
-        if any(hyper.lr != 0 for hyper in hypers) or not _is_called_by("torch.distributed.checkpoint.state_dict"):
+        if any(hyper.lr != 0 for hyper in hypers) or not is_called_by(REHEARSER):
             return False
         ages = (self.state[member.param][stored.age_key] for member in stepping for stored in member.layout.formats)
-        return not any(map(int, ages)) and not any(cast(Tensor, member.param.grad).any() for member in stepping)
+        return not any(map(int, ages)) and not any(
+            member.place.local(cast(Tensor, member.param.grad)).any() for member in stepping
+        )
 
     def _job(self, member: Member, hyper: Hyper, known: dict[object, Numbers]) -> Job:
         param, place = member.param, member.place
@@ -384,7 +423,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         return Job.of(member.layout, param, grad, state, hyper, *settings, place, member.name, known)
 
 
-def _is_called_by(module: str) -> bool:
+def is_called_by(module: str) -> bool:
+    """Whether a function of that module is waiting for this call to return."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == module:

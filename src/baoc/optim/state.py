@@ -25,7 +25,7 @@ def new_state(layout: Layout, device: torch.device, place: Place = WHOLE) -> Par
 def new_slot(stored: Format, device: torch.device, place: Place = WHOLE) -> ParamState:
     """Zeroed state of one slot."""
     zeros = {
-        stored.key(buffer.name): place.wrap(torch.zeros(buffer.shape, dtype=buffer.dtype, device=device))
+        stored.key(buffer.name): place.wrap(torch.zeros(buffer.shape, dtype=buffer.dtype, device=device), buffer)
         for buffer in stored.buffers
     }
     return zeros | new_age(stored)
@@ -49,7 +49,10 @@ def set_age(state: ParamState, stored: Format, age: int) -> None:
 
 
 def misfit(layout: Layout, state: Mapping[str, Any], device: torch.device) -> str | None:
-    """What of a state is not as its layout says, or ``None``. Nothing else may reach code that trusts addresses."""
+    """What of a state, as its place shows it, is not as its layout says, or ``None``.
+
+    Nothing else may reach code that trusts addresses.
+    """
     on_cpu = device.type == "cpu"
     for key, buffer in layout.buffers.items():
         held = state.get(key)

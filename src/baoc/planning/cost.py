@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,23 +15,33 @@ from numpy.typing import NDArray
 from baoc.core.configuration import REFERENCE, Configuration
 from baoc.core.roles import as_matrices
 from baoc.core.spec import Reach, Shape
+from baoc.profiling.facts import OPERATIONS_PER_BYTE
 
 Blocks = Sequence[Mapping[str, Shape]]
 """Each block's parameters: name -> shape."""
 
-OPERATIONS_PER_BYTE = {"cpu": 4.0, "cuda": 100.0}
-"""What a device computes while it moves one byte. An update moves bytes, a training step computes."""
+UNFUSED = {"adafactor": 68}
+"""Bytes per fp32 parameter that torch moves on a GPU where it has no fused update: its operations run one by one, and
+each reads and writes whole matrices. A test counts them again."""
 _FLOPS_PER_WEIGHT = 6  # of a training step, for each token: two in the forward pass, four in the backward
 
 
-def memory(blocks: Blocks, configurations: Sequence[Configuration]) -> NDArray[np.int64]:
+def memory(
+    blocks: Blocks, configurations: Sequence[Configuration], rows: Mapping[str, int] = MappingProxyType({})
+) -> NDArray[np.int64]:
     """Bytes of every block under every configuration: (blocks, configurations).
+
+    ``rows`` are those that one rank has of parameters that are sharded, where its bytes are asked for.
 
     >>> from baoc.core.configuration import parse
     >>> memory([{"weight": (768, 768)}], [parse("adamw-16"), parse("adamw-8"), parse("sgd")])
     array([[2359296, 1184256,       0]])
     """
-    return _each(blocks, configurations, lambda shape, c: c.state_bytes(shape)).astype(np.int64)
+    found = [
+        [sum(c.state_bytes(shape, rows=rows.get(name)) for name, shape in block.items()) for c in configurations]
+        for block in blocks
+    ]
+    return np.array(found, dtype=np.int64).reshape(len(blocks), len(configurations))
 
 
 def bytes_moved(shape: Shape, configuration: Configuration, param_bytes: int = 4, grad_bytes: int = 4) -> int:
@@ -65,30 +76,43 @@ def operations(shape: Shape, configuration: Configuration) -> int:
 
 
 def update_ratios(blocks: Blocks, configurations: Sequence[Configuration]) -> NDArray[np.float64]:
-    """The paper's r_(i,c) (Sec. 3.1): each block's update time relative to AdamW16's, where bytes are what takes time.
+    """The paper's r_(i,c) (Sec. 3.1): each block's update time relative to AdamW16's, as torch runs them on a GPU.
 
-    That is so on GPUs, for every configuration of the paper.
+    Bytes are what takes time there: one pass over memory where a fused kernel is to be had, and :data:`UNFUSED`
+    where none is.
+
+    >>> from baoc.core.configuration import parse
+    >>> update_ratios([{"weight": (768, 768)}], [parse("adamw-8"), parse("adafactor")]).round(2).tolist()
+    [[0.8, 3.4]]
     """
-    moved = _each(blocks, (*configurations, REFERENCE), bytes_moved)
+    moved = _each(blocks, (*configurations, REFERENCE), _moved_by_torch)
     unit = moved[:, -1:]
     # an empty block costs what AdamW16 costs it: it must not make room for slower ones
     return np.divide(moved[:, :-1], unit, out=np.ones_like(moved[:, :-1]), where=unit > 0)
 
 
+def _moved_by_torch(shape: Shape, configuration: Configuration) -> int:
+    unfused = UNFUSED.get(configuration.mechanism_name)
+    return bytes_moved(shape, configuration) if unfused is None else unfused * math.prod(shape)
+
+
 def step_ratios(
-    blocks: Blocks, configurations: Sequence[Configuration], tokens: int, device: str = "cpu"
+    blocks: Blocks,
+    configurations: Sequence[Configuration],
+    tokens: int,
+    operations_per_byte: float = OPERATIONS_PER_BYTE["cpu"],
 ) -> NDArray[np.float64]:
     """Shares of a whole training step, with AdamW16's as one: the mean over blocks is how much longer a step becomes.
 
-    A step of ``tokens`` tokens computes six operations for each of them and every weight.
+    A step of ``tokens`` tokens computes six operations for each of them and every weight; ``operations_per_byte`` is
+    what the device computes while it moves one byte.
 
     >>> from baoc.core.configuration import parse
     >>> step_ratios([{"weight": (768, 768)}], [parse("adamw-16"), parse("muon-8")], tokens=4096).round(2).tolist()
     [[1.0, 1.93]]
     """
-    intensity = OPERATIONS_PER_BYTE.get(device, OPERATIONS_PER_BYTE["cuda"])
     chosen = (*configurations, REFERENCE)
-    update = intensity * _each(blocks, chosen, bytes_moved) + _each(blocks, chosen, operations)
+    update = operations_per_byte * _each(blocks, chosen, bytes_moved) + _each(blocks, chosen, operations)
     weights = sum(math.prod(shape) for block in blocks for shape in block.values())
     computed = _FLOPS_PER_WEIGHT * tokens * weights / max(1, len(blocks))
     whole = computed * len(blocks) + update[:, -1].sum()

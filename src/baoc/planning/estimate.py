@@ -72,8 +72,8 @@ def estimate(
     estimates = []
     for configuration in map(parse, configurations):
         plan = Plan.uniform(configuration, shapes, roles)
-        on_first_rank = _bytes_on_first_rank(plan, world_size)
-        estimates.append(Estimate(configuration, parameters, plan.state_bytes, on_first_rank, reference_bytes))
+        on_a_rank = plan.sharded(world_size).state_bytes_per_rank
+        estimates.append(Estimate(configuration, parameters, plan.state_bytes, on_a_rank, reference_bytes))
     return estimates
 
 
@@ -109,13 +109,4 @@ def split_excluded(shapes: Mapping[str, Shape], patterns: Sequence[str]) -> tupl
     return (
         {name: shape for name, shape in shapes.items() if name not in excluded},
         {name: shape for name, shape in shapes.items() if name in excluded},
-    )
-
-
-def _bytes_on_first_rank(plan: Plan, world_size: int) -> int:
-    # FSDP2 cuts dim 0 as torch.chunk does, so rank 0 has the most rows of every tensor. 0-d tensors are not cut.
-    return sum(
-        block.configuration.state_bytes(shape, rows=-(-shape[0] // world_size) if shape else None)
-        for block in plan.blocks
-        for shape in block.parameters.values()
     )

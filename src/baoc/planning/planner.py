@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baoc.core.configuration import BEYOND, CATALOG, REFERENCE, Configuration, parse
-from baoc.core.mechanisms import MECHANISMS
+from baoc.core.configuration import BEYOND, CATALOG, REFERENCE, Configuration
 from baoc.core.mechanisms.normalised import Normalised
 from baoc.core.plan import Block, Plan, PlanError, memory_budget
 from baoc.core.roles import Role, canonical_name
 from baoc.core.spec import SMALL_NUMEL, Hyper, Shape
 from baoc.core.text import human_bytes
-from baoc.planning import cost, partition
+from baoc.planning import cost, partition, patterns
 from baoc.planning import risk as risks
 from baoc.planning.metrics import Metrics
 from baoc.planning.partition.units import unique
-from baoc.planning.settings import AUTO, Patterns, Settings
+from baoc.planning.settings import AUTO, Settings
 from baoc.planning.space import PER_ROLE, REFINED
 from baoc.profiling.facts import Facts
 from baoc.profiling.profile import Profile
@@ -55,9 +55,11 @@ class Planner:
         hyper: Hyper,
         settings: Settings | None = None,
         facts: Facts | None = None,
+        rows: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Without a profile all blocks have the prior's metrics: the plan for a warm-up, or for a dry run. ``facts``
-        are the profile's, if none are given.
+        are the profile's, if none are given. With the ``rows`` that one rank has of sharded parameters, all bytes are
+        that rank's, budgets too.
         """
         self.settings = settings or Settings()
         if not any(math.prod(shape) for shape in shapes.values()):
@@ -74,12 +76,14 @@ class Planner:
         self.names, self.blocks = self._partition()
         self.metrics: list[risks.BlockMetrics] = [self._measured(block) for block in self.blocks]
         self._terms = self._risks()
-        self.memory = cost.memory(self.blocks, self.candidates)
+        self._rows = {canonical_name(name): count for name, count in rows.items()}
+        self.memory = cost.memory(self.blocks, self.candidates, self._rows)
         self.time = self._times()
+        self._good: dict[float, int] = {}  # what memory="auto" is, by the time budget
 
     @property
     def reference_bytes(self) -> int:
-        return sum(REFERENCE.state_bytes(shape) for shape in self._shapes.values())
+        return sum(REFERENCE.state_bytes(shape, rows=self._rows.get(n)) for n, shape in self._shapes.items())
 
     def plan(self, memory: float | int | str = DEFAULT_MEMORY, time: float | None = None, *, taken: int = 0) -> Plan:
         """The plan of least risk within the budgets.
@@ -88,12 +92,12 @@ class Planner:
         risk is within the tolerance of the best. ``taken`` bytes of it are needed for something else.
         """
         time = self.time_budget(time)
-        budget = self.budget(memory, time) - taken
+        budget = self.budget(memory, time, taken=taken)
         try:
-            solution = self._solve(budget, time)
+            solution = self._solve(budget - taken, time)
         except Infeasible as error:
-            raise self._infeasible(error, memory, budget, time) from error
-        return self._plan(solution, budget, time)
+            raise self._infeasible(error, memory, budget, time, taken) from error
+        return self._plan(solution, budget - taken, time)
 
     def time_budget(self, time: float | None) -> float:
         """The one that is asked for, or the space's own."""
@@ -102,13 +106,13 @@ class Planner:
         check_time(time)
         return time
 
-    def budget(self, memory: float | int | str, time: float | None = None) -> int:
-        """Bytes of a memory budget as a person gives it."""
+    def budget(self, memory: float | int | str, time: float | None = None, *, taken: int = 0) -> int:
+        """Bytes of a memory budget as a person gives it. One that follows from plans grows by what else is taken."""
         time = self.time_budget(time)
         if memory == AUTO:
-            return self._smallest_good(time)
+            return self._smallest_good(time) + taken
         budget = memory_budget(memory, self.reference_bytes)
-        return self.least_bytes(time) if budget == 0 else budget
+        return self.least_bytes(time) + taken if budget == 0 else budget
 
     def least_bytes(self, time: float | None = None) -> int:
         """What the cheapest plan holds."""
@@ -120,12 +124,15 @@ class Planner:
 
     def _smallest_good(self, time: float) -> int:
         """The least memory whose plan is within the tolerance of the best: the curve falls, so halving finds it."""
+        if time in self._good:
+            return self._good[time]
         low, high = self.least_bytes(time), int(self.memory.max(axis=1).sum())
         aim = self._solve(None, time).objective + self.settings.tolerance + 1e-9
         step = max(1, self.reference_bytes >> 10)  # finer than anybody would ask for
         while high - low > step:
             middle = (low + high) // 2
             low, high = (low, middle) if self._solve(middle, time).objective <= aim else (middle, high)
+        self._good[time] = high
         return high
 
     def _solve(self, budget: int | None, time: float) -> Solution:
@@ -153,13 +160,28 @@ class Planner:
     def cost(self) -> NDArray[np.float64]:
         """Phi of Eq. 2 with preferences (Sec. 3.2), infinite where a configuration is forbidden."""
         total = np.array([[sum(terms.values()) for terms in row] for row in self._terms])
-        total -= self.settings.preference * self._chosen(self.settings.prefer)
-        # a configuration that is no candidate anyway may be forbidden
-        forbidden = self._chosen(self.settings.forbid, known=(*CATALOG, *BEYOND)) | self._unsuited()
+        if np.isnan(total).any():
+            block = self.names[int(np.argmax(np.isnan(total).any(axis=1)))]
+            raise PlanError(f"the risks of block {block!r} are not numbers: its profile holds what is beyond range.")
+        total -= self.settings.preference * self._meant(self._preferred)
+        forbidden = self._meant(self._forbidden)
         if forbidden.all(axis=1).any():
             block = self.names[int(np.argmax(forbidden.all(axis=1)))]
             raise PlanError(f"every configuration is forbidden for block {block!r}. Allow it at least one.")
+        for unwanted in (self._unsuited(), self._unmeasured()):
+            without = forbidden | unwanted
+            nothing_left = without.all(axis=1, keepdims=True)
+            forbidden = np.where(nothing_left, forbidden, without)
         return np.where(forbidden, np.inf, total)
+
+    def _resolve_patterns(self, names_of: Mapping[str, Sequence[str]]) -> None:
+        # a configuration that is no candidate anyway may be forbidden
+        self._forbidden = patterns.chosen(self.settings.forbid, self.candidates, names_of, (*CATALOG, *BEYOND))
+        self._preferred = patterns.chosen(self.settings.prefer, self.candidates, names_of)
+
+    def _meant(self, rows: Mapping[str, patterns.Row]) -> NDArray[np.bool_]:
+        """Which (block, configuration) pairs the patterns name: those of any of a block's parameters."""
+        return np.array([np.any([rows[name] for name in block], axis=0) for block in self.blocks], dtype=bool)
 
     def _unsuited(self) -> NDArray[np.bool_]:
         """Which pairs would not be what they say: a mechanism that falls back to another for all of a block."""
@@ -170,9 +192,20 @@ class Planner:
             ]
             for block in self.blocks
         ]
-        unsuited = np.array(found, dtype=bool).reshape(len(self.blocks), len(self.candidates))
-        unsuited[unsuited.all(axis=1)] = False  # then the fallback is all there is
-        return unsuited
+        return np.array(found, dtype=bool).reshape(len(self.blocks), len(self.candidates))
+
+    def _unmeasured(self) -> NDArray[np.bool_]:
+        """Which pairs nobody has measured, where measurements are what a plan is made by. Candidates that a person
+        names are a last resort all the same.
+        """
+        if self.settings.chosen_risk != risks.MEASURED or self.settings.candidates is not None:
+            return np.zeros((len(self.blocks), len(self.candidates)), dtype=bool)
+        table = risks.Table.load(self.settings.table)
+        found = [
+            [any(table.effect(self.regime, role, c) is None for role in metrics.roles) for c in self.candidates]
+            for metrics in self.metrics
+        ]
+        return np.array(found, dtype=bool).reshape(len(self.blocks), len(self.candidates))
 
     def _partition(self) -> tuple[list[str], list[dict[str, Shape]]]:
         granularity = self.settings.chosen_granularity
@@ -186,20 +219,33 @@ class Planner:
             groups = partition.refine(
                 units, vectors, min_share=self.settings.min_share, quantile=self.settings.quantile
             )
-        named = partition.blocks(units, groups)
+        block_of = {name: block for block, parameters in partition.blocks(units, groups) for name in parameters}
+        self._resolve_patterns({name: (name, unit.name, block_of[name]) for unit in units for name in unit.parameters})
+        named = partition.blocks(units, [run for group in groups for run in self._of_one_rule(group, units)])
         return [name for name, _ in named], [{n: self._shapes[n] for n in parameters} for _, parameters in named]
+
+    def _of_one_rule(self, group: Sequence[int], units: Sequence[partition.Unit]) -> list[list[int]]:
+        """A group cut where patterns tell its units apart, or it might be left with nothing that is allowed."""
+
+        def rule(index: int) -> tuple[bytes, ...]:
+            mine = units[index].parameters
+            rules = (self._forbidden, self._preferred)
+            return tuple(np.any([rows[name] for name in mine], axis=0).tobytes() for rows in rules)
+
+        return [list(run) for _, run in itertools.groupby(group, rule)]
 
     def _by_role(self) -> tuple[list[str], list[dict[str, Shape]]]:
         """Every matrix for itself, so that any budget can be spent, and all vectors together."""
         vectors = {name: shape for name, shape in self._shapes.items() if self._roles[name] is Role.VECTOR}
         others = {name: shape for name, shape in self._shapes.items() if name not in vectors}
+        self._resolve_patterns({name: (name, _PLURAL[self._roles[name]]) for name in self._shapes})
         blocks = [*({name: shape} for name, shape in others.items()), *([vectors] if vectors else [])]
         return unique([*others, *([_PLURAL[Role.VECTOR]] if vectors else [])]), blocks
 
     def _times(self) -> NDArray[np.float64]:
         if self.settings.defaults.time_is_of == "update":
             return cost.update_ratios(self.blocks, self.candidates)
-        return cost.step_ratios(self.blocks, self.candidates, self.tokens, self.facts.device)
+        return cost.step_ratios(self.blocks, self.candidates, self.tokens, self.facts.operations_per_byte)
 
     def _measured(self, block: Mapping[str, Shape]) -> risks.BlockMetrics:
         mine = [(self._roles[name], math.prod(shape)) for name, shape in block.items()]
@@ -225,29 +271,6 @@ class Planner:
     def _can_judge(self, metrics: risks.BlockMetrics) -> bool:
         return metrics.has_signal or self.settings.chosen_risk == risks.MEASURED
 
-    def _chosen(self, patterns: Patterns, known: Sequence[Configuration] = ()) -> NDArray[np.bool_]:
-        """Which (block, configuration) pairs the patterns name. Each must name a candidate, or one that is known."""
-        rules = patterns if isinstance(patterns, Mapping) else {"*": patterns}
-        chosen = np.zeros((len(self.blocks), len(self.candidates)), dtype=bool)
-        for where, what in rules.items():
-            wanted = [what] if isinstance(what, str) else list(what)
-            for pattern in wanted:
-                columns = [_names_configuration(pattern, c) for c in self.candidates]
-                if not any(columns) and not any(_names_configuration(pattern, c) for c in known):
-                    raise PlanError(
-                        f"{pattern!r} names no candidate configuration. Write one, or a pattern like 'sgd*'."
-                    )
-                rows = [_glob(where, name) or any(_glob(where, n) for n in block) for name, block in self._named()]
-                if not any(rows):
-                    raise PlanError(
-                        f"{where!r} names no block and no parameter. Blocks: {', '.join(self.names[:8])} ..."
-                    )
-                chosen |= np.outer(rows, columns)
-        return chosen
-
-    def _named(self) -> list[tuple[str, dict[str, Shape]]]:
-        return list(zip(self.names, self.blocks))
-
     def _plan(self, solution: Solution, budget: int, time: float) -> Plan:
         chosen = solution.choice.tolist()
         if self.settings.chosen_granularity == PER_ROLE:
@@ -259,6 +282,7 @@ class Planner:
             "space": self.settings.space,
             "regime": self.regime,
             "tokens": self.tokens,
+            "operations_per_byte": self.facts.operations_per_byte,
             "memory_budget": budget,
             "time_budget": time if math.isfinite(time) else None,
             "time": round(float(solution.time_used), 4),
@@ -340,23 +364,28 @@ class Planner:
         price = f"{more} more" if larger else "more time" if slower else "what other blocks need more"
         return f"{self.candidates[best].alias} risks {costs[chosen] - costs[best]:.3f} less but needs {price}"
 
-    def _infeasible(self, error: Infeasible, memory: object, budget: int, time: float) -> PlanError:
+    def _infeasible(self, error: Infeasible, memory: object, budget: int, time: float, taken: int = 0) -> PlanError:
+        """What is wrong in the numbers that were given, and whether memory or time is to blame."""
         least = error.smallest_memory
         if least is None:
             fastest = float(self.time.min(axis=1, where=np.isfinite(self.cost), initial=np.inf).mean())
             return PlanError(
-                f"no plan is within {time} of AdamW16's {self._time_of} time: the fastest needs {fastest:.4g}. "
-                "Give time= more, or math.inf to lift it."
+                f"no plan is within time={time:g} of AdamW16's {self._time_of} time: the fastest needs {fastest:.4g}. "
+                "Give time= more, or math.inf for no limit."
             )
-        share = math.ceil(least / max(1, self.reference_bytes) * 1e4) / 1e2  # rounded up: this one must fit
+        needed = least + taken
+        share = math.ceil(needed / max(1, self.reference_bytes) * 1e4) / 1e2  # rounded up: this one must fit
         hint = ""
         if isinstance(memory, int) and memory in (1, 2):
             hint = f" An int is read as bytes: write {memory}.0 for a share."
-        elif math.isfinite(time) and smallest_memory(self.problem(None, math.inf)) <= budget:
-            hint = " With a larger time= it would fit."
+        elif error.smallest_time is not None:  # memory alone is not to blame
+            hint = (
+                f" It would fit if time={time:g} (of AdamW16's {self._time_of} time) were "
+                f"{math.ceil(error.smallest_time * 1e4) / 1e4:g}, or math.inf for no limit."
+            )
         return PlanError(
-            f"no plan fits {human_bytes(budget)} ({memory!r}) within {time} of AdamW16's {self._time_of} time: the "
-            f"smallest that does needs {least} B, {share:.2f}% of AdamW16's state.{hint}"
+            f"no plan fits memory={memory!r}: the smallest that does needs {needed} B, {share:.2f}% of AdamW16's state "
+            f"({human_bytes(needed)}; you gave {human_bytes(budget)}).{hint}"
         )
 
     @property
@@ -403,17 +432,3 @@ def _risk_without_signal(configuration: Configuration) -> dict[str, float]:
     switches = configuration.switches
     kept = configuration.mechanism_name == REFERENCE.mechanism_name and not switches.factored
     return {"aggressive": switches.bits / 1000 if kept else _UNWANTED + risks.aggressiveness(configuration)}
-
-
-def _names_configuration(pattern: str, configuration: Configuration) -> bool:
-    if pattern in MECHANISMS:  # a bare name means the whole family
-        return configuration.mechanism_name == pattern
-    try:
-        return parse(pattern) == configuration
-    except ValueError:
-        return _glob(pattern, str(configuration)) or _glob(pattern, configuration.alias)
-
-
-def _glob(pattern: str, text: str) -> bool:
-    """``*`` matches anything, all else itself: configurations are spelled with brackets."""
-    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), text) is not None

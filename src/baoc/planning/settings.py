@@ -11,10 +11,8 @@ from baoc.core.spec import Hyper
 from baoc.core.text import check_names
 from baoc.planning import partition
 from baoc.planning import risk as risks
+from baoc.planning.patterns import Patterns
 from baoc.planning.space import DEFAULT_SPACE, PER_ROLE, REFINED, SPACES, Space
-
-Patterns = str | Sequence[str] | Mapping[str, "str | Sequence[str]"]
-"""Configurations to forbid or prefer, for all blocks or by a pattern on block and parameter names."""
 
 AUTO = "auto"
 """As a memory budget: the least that is expected to be within a tolerance of the best."""

@@ -81,9 +81,15 @@ class Coordinates:
         self.take_into(taken, tensor, [axis.places(tensor.device) for axis in self.axes])
         return taken
 
-    def take_into(self, taken: Tensor, tensor: Tensor, places: Sequence[Tensor]) -> None:
-        """Write the sampled entries into ``taken``, given the places on :attr:`axes`."""
+    def take_into(self, taken: Tensor, tensor: Tensor, places: Sequence[Tensor], rows: slice | None = None) -> None:
+        """Write the sampled entries into ``taken``, given the places on :attr:`axes`.
+
+        With ``rows``, the tensor has only these of dim 0, and what is not among them is left as it was.
+        """
         if not self.count:
+            return
+        if rows is not None:
+            self._take_some(taken, tensor, places, rows)
             return
         if not places:  # one element
             taken.copy_(tensor.reshape(1))
@@ -93,6 +99,16 @@ class Coordinates:
             torch.index_select(tensor.view(-1), 0, self._flat_index(places), out=taken)
         else:
             taken.copy_(tensor.view(-1).index_select(0, self._flat_index(places)))
+
+    def _take_some(self, taken: Tensor, tensor: Tensor, places: Sequence[Tensor], rows: slice) -> None:
+        if not tensor.numel():
+            return
+        index = self._flat_index(places) if places else torch.zeros(1, dtype=torch.int64, device=tensor.device)
+        index = index - rows.start * math.prod(self.shape[1:])
+        is_here = (index >= 0) & (index < tensor.numel())
+        # not by a mask: the host would have to wait for the device to count it
+        found = tensor.reshape(-1).index_select(0, index.clamp(0, tensor.numel() - 1))
+        taken.copy_(torch.where(is_here, found.to(taken.dtype), taken))
 
     def _take_strided(self, tensor: Tensor, places: Sequence[Tensor]) -> Tensor:
         # indexed in its own dims and at once: a flat view of the tensor or one of whole matrices would copy them

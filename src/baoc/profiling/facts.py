@@ -12,13 +12,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from baoc.core.roles import Role, as_matrices, canonical_name, role_of, roles_by_place, roles_of
+from baoc.core.roles import Role, canonical_name, role_of, roles_by_place, roles_of
+from baoc.core.sharding import first_rows
 from baoc.core.spec import Shape, real_shape
 
 SCRATCH, FINETUNE = "scratch", "finetune"
 _LOOKED_AT = 512  # rows and columns of a matrix at most
 _MATRICES = 8
 _OUTLIER = 1.15  # of the largest singular value that random numbers of the same size would have
+OPERATIONS_PER_BYTE = {"cpu": 4.0, "cuda": 100.0}
+"""What a device computes while it moves one byte. An update moves bytes, a training step computes."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Facts:
     tokens: int | None = None
     """That pass through a hidden weight in one step, on average: the batch times the length, or times the pixels."""
     device: str = "cpu"
+    operations_per_byte: float = OPERATIONS_PER_BYTE["cpu"]
+    """Of that device. A run that goes on elsewhere keeps it: its plan must not change with the machine."""
 
     @classmethod
     def of(cls, params: nn.Module | Mapping[str, Tensor]) -> Facts:
@@ -45,7 +50,8 @@ class Facts:
         shapes = {name: real_shape(param) for name, param in named.items()}
         roles = roles_of(params) if is_module else roles_by_place(shapes)  # type: ignore[arg-type]
         device = next((param.device.type for param in named.values()), "cpu")
-        return cls(roles, regime_of(named, roles), device=device)
+        intensity = OPERATIONS_PER_BYTE.get(device, OPERATIONS_PER_BYTE["cuda"])
+        return cls(roles, regime_of(named, roles), device=device, operations_per_byte=intensity)
 
     def with_tokens(self, tokens: int | None) -> Facts:
         return replace(self, tokens=tokens or self.tokens)
@@ -68,7 +74,8 @@ def regime_of(params: Mapping[str, Tensor], roles: Mapping[str, Role]) -> str:
     real = {name: param.detach() for name, param in params.items() if param.numel() and param.device.type != "meta"}
     gains = [param for name, param in real.items() if _is_gain(name, param, roles)]
     if gains:
-        changed = sum(bool((gain != gain.flatten()[0]).any()) for gain in gains)
+        whole = (first_rows(gain, gain.numel(), 1) for gain in gains)
+        changed = sum(bool((gain != gain[0]).any()) for gain in whole)
         return FINETUNE if 2 * changed > len(gains) else SCRATCH
     matrices = [param for name, param in real.items() if roles.get(name) in (Role.MATRIX, Role.CONVOLUTION)]
     if not matrices:
@@ -85,8 +92,7 @@ def _is_gain(name: str, param: Tensor, roles: Mapping[str, Role]) -> bool:
 
 def _has_outlier(param: Tensor) -> bool:
     """Whether the largest singular value is beyond the edge of the Marchenko-Pastur law."""
-    _, _, cols = as_matrices(tuple(param.shape))
-    matrix = param.reshape(-1, cols)[:_LOOKED_AT, :_LOOKED_AT].float()
+    matrix = first_rows(param, _LOOKED_AT, _LOOKED_AT)
     if min(matrix.shape) < 16 or not bool(matrix.isfinite().all()):
         return False
     edge = float(matrix.std()) * (math.sqrt(matrix.shape[0]) + math.sqrt(matrix.shape[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +16,7 @@ from torch import Tensor
 from baoc.core.files import replaced
 from baoc.core.roles import Role
 from baoc.core.spec import Shape
-from baoc.profiling.facts import Facts
+from baoc.profiling.facts import FINETUNE, SCRATCH, Facts
 from baoc.profiling.sampling import Sampler
 
 FORMAT = "baoc.profile"
@@ -83,7 +84,9 @@ class Profile:
 
     @classmethod
     def from_sampler(cls, sampler: Sampler, params: Mapping[str, Tensor], facts: Facts | None = None) -> Profile:
-        """What a sampler has seen. Without ``facts``, roles are read off the names."""
+        """What a sampler has seen. Without ``facts``, roles are read off the names. If parameters are sharded, all
+        ranks must ask.
+        """
         if not sampler.steps:
             raise ProfileError(
                 f"no gradients were observed ({sampler.skipped} steps had non-finite ones). Call step() with gradients "
@@ -91,16 +94,15 @@ class Profile:
             )
         masses = [1 - beta**sampler.steps for beta in sampler.betas]  # a short warm-up would inflate the SNR otherwise
         records = {}
+        values = sampler.values(params)
         for name, stream in sampler.streams.items():
-            param = params[name].detach()
-            values = stream.coordinates.take(torch.view_as_real(param) if param.is_complex() else param)
             records[name] = TensorRecord(
                 name=name,
                 shape=stream.coordinates.shape,
                 grid=stream.coordinates.grid,
                 first=_array(stream.first) / masses[0],
                 second=_array(stream.second) / masses[1],
-                values=_array(values),
+                values=_array(values[name]),
                 dots=_array(stream.dots),
                 squares=_array(stream.squares),
             )
@@ -133,20 +135,53 @@ class Profile:
             raise ProfileError(f"the profile has version {version}, and this baoc reads version {VERSION}.")
         try:
             return cls._read(content)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ProfileError(f"{os.fspath(path)!r} is a damaged profile: {type(error).__name__}: {error}.") from None
 
     @classmethod
     def _read(cls, content: Mapping[str, Any]) -> Profile:
-        records: dict[str, TensorRecord] = {}
-        for saved in content["records"]:
-            fields: dict[str, Any] = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in saved.items()}
-            fields |= {"shape": tuple(fields["shape"]), "grid": tuple(fields["grid"])}
-            records[fields["name"]] = TensorRecord(**fields)
+        records = {record.name: record for record in map(_read_record, content["records"])}
         settings = {name: content[name] for name in ("steps", "skipped", "seed", "ratio")}
-        facts = dict(content.get("facts", {}))  # older files have none
-        facts["roles"] = {name: Role(role) for name, role in facts.get("roles", {}).items()}
-        return cls(records, betas=tuple(content["betas"]), facts=Facts(**facts), **settings)
+        for name, least in (("steps", 1), ("skipped", 0), ("seed", 0)):
+            _check(type(settings[name]) is int and settings[name] >= least, name, settings[name])
+        betas = tuple(content["betas"])
+        _check(len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "betas", betas)
+        _check(0 < settings["ratio"] <= 1, "ratio", settings["ratio"])
+        return cls(records, betas=betas, facts=_read_facts(content.get("facts", {})), **settings)
+
+
+def _read_record(saved: Mapping[str, Any]) -> TensorRecord:
+    fields: dict[str, Any] = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in saved.items()}
+    for key in ("shape", "grid"):
+        fields[key] = tuple(fields[key])
+        _check(all(type(size) is int and size >= 0 for size in fields[key]), key, fields[key])
+    record = TensorRecord(**fields)
+    _check(isinstance(record.name, str) and len(record.grid) == 3, "grid", record.grid)
+    for lists, most in (
+        ((record.first, record.second, record.values), min(record.numel, math.prod(record.grid))),
+        ((record.dots, record.squares), record.numel and math.inf),
+    ):
+        for each in lists:
+            is_array = isinstance(each, np.ndarray) and each.dtype == np.float64 and each.ndim == 1
+            _check(is_array and len(each) == len(lists[0]) <= most, f"samples of {record.name!r}", len(lists[0]))
+            _check(bool(np.isfinite(each).all()), f"samples of {record.name!r}", "not finite")
+    for each in (record.second, record.squares):
+        _check(bool((each >= 0).all()), f"samples of {record.name!r}", "squares below zero")
+    return record
+
+
+def _read_facts(saved: Mapping[str, Any]) -> Facts:
+    """Older files have none, or fewer."""
+    facts = Facts(**{**saved, "roles": {name: Role(role) for name, role in saved.get("roles", {}).items()}})
+    _check(facts.regime in (SCRATCH, FINETUNE), "regime", facts.regime)
+    _check(facts.tokens is None or (type(facts.tokens) is int and facts.tokens >= 1), "tokens", facts.tokens)
+    _check(0 < facts.operations_per_byte < math.inf, "operations_per_byte", facts.operations_per_byte)
+    return facts
+
+
+def _check(is_right: bool, what: str, found: object) -> None:
+    if not is_right:
+        raise ValueError(f"{what} cannot be {found}")
 
 
 def _array(tensor: Tensor) -> Array:

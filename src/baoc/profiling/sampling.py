@@ -8,7 +8,7 @@ few operations over everything, and one number for the host.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baoc.core.codecs.dense import BF16Format, FP32Format
 from baoc.core.rounding import Rounding, rounding_phase
+from baoc.core.sharding import Ranks, local, shard_of
 from baoc.core.spec import DEFAULT_BETAS, Shape, Slot, real_shape
 from baoc.profiling.coordinates import FLOOR, RATIO, Coordinates, draw, strata_places
 
@@ -98,7 +99,7 @@ class Sampler:
     @torch.no_grad()
     def observe(self, params: Mapping[str, Tensor]) -> bool:
         """Take in the gradients as the optimizer sees them. A step with a non-finite one is skipped and counted."""
-        taken = [part.gather(params) for part in self._parts]
+        taken = [part.gather(params, lambda param: param.grad) for part in self._parts]
         sums = [part.dots_and_squares(grad) for part, grad in zip(self._parts, taken)]
         # a square that overflows fp32 would stay in the second moment for good
         if not all(bool(both.isfinite().all()) for both in sums):
@@ -108,6 +109,14 @@ class Sampler:
             part.absorb(grad, both, self.steps, self.betas)
         self.steps += 1
         return True
+
+    @torch.no_grad()
+    def values(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters at the same coordinates, as fp32."""
+        found: dict[str, Tensor] = {}
+        for part in self._parts:
+            found |= part.by_name(part.gather(params, lambda param: param.detach()))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and the live tensors. Coordinates are not in it: the seed draws them again."""
@@ -187,16 +196,33 @@ class _Part:
         held = (*self._slots.values(), self._history, self._lengths, self._axes)
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
-    def gather(self, params: Mapping[str, Tensor]) -> Tensor:
-        """The sampled gradients of all streams as fp32; a missing one counts as zero."""
+    def gather(self, params: Mapping[str, Tensor], of: Callable[[Tensor], Tensor | None]) -> Tensor:
+        """What is sampled of all parameters, or ``of`` them, as fp32; a missing one counts as zero.
+
+        Coordinates are those of whole parameters: ranks that have their rows between them read what they have, and one
+        sum makes all of them see the same.
+        """
         taken = torch.zeros(self._size, device=self.device)
         places = iter(self._places())
+        shared: dict[Ranks, list[Tensor]] = {}
         for (name, coordinates), into in zip(self._coordinates.items(), self._split(taken)):
             mine = [next(places) for _ in coordinates.axes]
-            grad = params[name].grad
-            if grad is not None:
-                coordinates.take_into(into, torch.view_as_real(grad) if grad.is_complex() else grad, mine)
+            shard, tensor = shard_of(params[name], name), of(params[name])
+            if shard is not None:
+                shared.setdefault(shard.ranks, []).append(into)
+            if tensor is not None:
+                here = local(tensor)
+                here = torch.view_as_real(here) if here.is_complex() else here
+                coordinates.take_into(into, here, mine, None if shard is None else shard.rows)
+        for ranks, pieces in shared.items():
+            summed = torch.split(ranks.sum(torch.cat(pieces)), [len(piece) for piece in pieces])
+            for piece, found in zip(pieces, summed):
+                piece.copy_(found)
         return taken
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """The pieces of a tensor that has all streams end to end."""
+        return dict(zip(self._coordinates, self._split(flat)))
 
     def dots_and_squares(self, grad: Tensor) -> Tensor:
         """<g, the previous g> and |g|^2 of every stream, shape ``(2, streams)``: summed in fp64, then rounded once."""

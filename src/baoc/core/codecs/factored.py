@@ -51,7 +51,7 @@ class FactoredFormat(SummedFormat):
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         return tuple(
-            Buffer(joined(name, buffer.name), buffer.shape, buffer.dtype)
+            Buffer(joined(name, buffer.name), buffer.shape, buffer.dtype, name == "row" or len(self.matrix) > 2)
             for name, factor in self.factors
             for buffer in factor.buffers
         )

@@ -162,7 +162,8 @@ def to_groups(x: Tensor) -> Tensor:
     if flat.shape[1] <= GROUP:
         return flat.unsqueeze(1)
     padding = (GROUP - flat.shape[1] % GROUP) % GROUP
-    return (F.pad(flat, (0, padding)) if padding else flat).view(x.shape[0], -1, GROUP)
+    groups = (flat.shape[1] + padding) // GROUP  # not -1: a shard may have no rows
+    return (F.pad(flat, (0, padding)) if padding else flat).view(x.shape[0], groups, GROUP)
 
 
 def from_groups(x: Tensor, shape: torch.Size) -> Tensor:

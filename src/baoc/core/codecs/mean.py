@@ -70,7 +70,7 @@ class ColMeanFormat(MeanFormat):
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         stacks = (self.held_shape[0],) if len(self.matrix) > 2 else ()  # of one matrix, every shard needs all columns
-        return (Buffer("", (*stacks, self.matrix[-1]), torch.float32),)
+        return (Buffer("", (*stacks, self.matrix[-1]), torch.float32, by_rows=bool(stacks)),)
 
     def expand(self, held: Held, rows: slice, mean_floor: Scalar) -> Tensor:
         if len(self.matrix) > 2:

@@ -44,7 +44,8 @@ class CompiledKernel:
         # Dynamo's limit is per function, and every configuration traces the same one: the bound is ours, and tested.
         with torch._dynamo.utils.disable_cache_limit():
             for job in jobs:
-                if job.layout.reach is Reach.MATRIX:  # matrix products are no business of a fused pass
+                # matrix products and sums over ranks are no business of a fused pass
+                if job.layout.reach is Reach.MATRIX or (job.layout.reach is Reach.SUMS and job.place.ranks):
                     left.append(job)
                 elif job.param.numel():
                     _run(job, copied)
@@ -56,12 +57,12 @@ def _run(job: Job, copied: dict[tuple[int, int], Tensor]) -> None:
     param, grad = job.param.detach().contiguous(), job.grad.detach().contiguous()
     device, row_numel = param.device, param[0].numel()
     keys = tuple(key for stored in job.layout.formats for _, key in stored.keys)
-    held = [tensor for stored in job.layout.formats for tensor in stored.held_in(job.state).values()]
+    held = [tensor for stored in job.layout.formats for tensor in stored.held_in(job.held).values()]
     scalars = _copied(copied, job.scalars, 0, list(job.scalars.values()), torch.float32, device)
     step = _compiled_step(_Form(job.layout), tuple(job.scalars), tuple(job.phases), keys, job.maximize)
     view = _simplest_view(job.layout, row_numel)
     for rows in _pieces(job.layout, len(param), row_numel):
-        first = 0 if rows is None else rows.start * row_numel
+        first = (job.place.first_row + (0 if rows is None else rows.start)) * row_numel
         numbers = [phase_at(int(each), first) for each in job.phases.values()]
         phases = _copied(copied, job.phases, first, numbers, torch.int64, device)
         param_piece, grad_piece, *state = (view(each if rows is None else each[rows]) for each in (param, grad, *held))
@@ -140,6 +141,7 @@ def _compiled_step(
             layout,
             param,
             grad,
+            {},
             dict(zip(keys, state)),
             dict(zip(scalar_names, scalars.unbind())),
             dict(zip(phase_names, phases.unbind())),

@@ -6,8 +6,13 @@ the directions of one batch of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import cast
 
+import torch
+from torch import Tensor
+
+from baoc.core.sharding import Ranks
 from baoc.core.spec import Reach
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.matrices import run_matrices
@@ -20,14 +25,34 @@ class EagerKernel:
     name = "eager"
 
     def run(self, jobs: Iterable[Job]) -> None:
-        jobs, matrices = list(jobs), []
+        jobs, matrices, sums = list(jobs), [], []
         for job in jobs:
             job.refuse_freed()
         for job in jobs:
-            if job.param.numel() == 0:
+            if job.place.numel(job.param) == 0:  # the whole of it: a shard without rows is asked by the others
                 continue
             if job.layout.reach is Reach.MATRIX:
                 matrices.append(job)
+            elif job.layout.reach is Reach.SUMS and job.place.ranks is not None:
+                sums.append(job)
             else:
                 Update(job).run(row_tiles(job.param.shape, TILE_NUMEL))
+        _run_shards(sums)
         run_matrices(matrices, TILE_NUMEL)
+
+
+def _run_shards(jobs: Sequence[Job]) -> None:
+    """Jobs that need sums over ranks: those that their state keeps go in one message for all of them."""
+    updates = [(Update(job), row_tiles(job.param.shape, TILE_NUMEL)) for job in jobs]
+    partials = [update.partials(tiles) for update, tiles in updates]
+    by_ranks: dict[Ranks, list[Tensor]] = {}
+    for job, mine in zip(jobs, partials):
+        by_ranks.setdefault(cast(Ranks, job.place.ranks), []).extend(each for each in mine if each is not None)
+    for ranks, found in by_ranks.items():
+        if found:
+            summed = ranks.sum(torch.cat([each.reshape(-1) for each in found]))
+            for each, total in zip(found, summed.split_with_sizes([each.numel() for each in found])):
+                each.copy_(total.view(each.shape))
+    for (update, tiles), mine in zip(updates, partials):
+        update.settle(mine)
+        update.advance(tiles)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -23,7 +23,8 @@ class Job(NamedTuple):
     layout: Layout
     param: Tensor
     grad: Tensor
-    state: ParamState  # by the keys of the layout; may hold more
+    state: ParamState  # by the keys of the layout, as the optimizer has it; may hold more
+    held: Mapping[str, Any]  # the same as the place shows it
     scalars: Mapping[str, Scalar]
     phases: Mapping[str, int | Tensor]
     ages: tuple[int, ...]  # of the slots, this step included
@@ -58,11 +59,11 @@ class Job(NamedTuple):
             if known is not None:
                 known[shared] = numbers
         scalars, phases = numbers
-        return cls(layout, param, grad, state, scalars, phases, ages, maximize, place, name)
+        return cls(layout, param, grad, state, place.held(state), scalars, phases, ages, maximize, place, name)
 
     def refuse_freed(self) -> None:
         """Raise if memory that the step would read was given back, as some sharding frameworks do between steps."""
-        buffers = {f"its {key!r}": self.state[key] for stored in self.layout.formats for _, key in stored.keys}
+        buffers = {f"its {key!r}": self.held[key] for stored in self.layout.formats for _, key in stored.keys}
         for what, tensor in {"it": self.param, "its gradient": self.grad, **buffers}.items():
             # a subclass may have its numbers elsewhere
             if type(tensor) in (Tensor, nn.Parameter) and not tensor.data_ptr() and tensor.numel():

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from baoc.core.mechanisms.newton_schulz import aligned
-from baoc.core.roles import as_matrices
+from baoc.core.roles import as_matrices, matrix_shape
+from baoc.core.sharding import Ranks
 from baoc.optim.kernels.job import Job
+from baoc.optim.kernels.owners import Owners
 from baoc.optim.kernels.update import Update, row_tiles
 
 BATCH_NUMEL = 15 << 20
@@ -51,42 +53,52 @@ def run_matrices(jobs: Iterable[Job], tile_numel: int, by_rows: Rows | None = No
     """Run jobs whose mechanism reaches over matrices."""
     by_rows = by_rows or EagerRows(tile_numel)
     found = list(batches(jobs))
+    owners = _owners(found)
     # one piece of memory for all of them: allocators do not give back what batches of many sizes leave between them
     needed: dict[torch.device, int] = {}
-    for batch in found:
+    for batch, each in zip(found, owners):
         device = batch[0].param.device
-        needed[device] = max(needed.get(device, 0), sum(map(_held, batch)))
+        needed[device] = max(needed.get(device, 0), _held(batch, each))
     memory = {device: torch.empty(numel, dtype=torch.float32, device=device) for device, numel in needed.items()}
-    for batch in found:
-        _run_batch(batch, tile_numel, by_rows, memory[batch[0].param.device])
+    for batch, each in zip(found, owners):
+        _run_batch(batch, each, tile_numel, by_rows, memory[batch[0].param.device])
 
 
-def _run_batch(batch: Sequence[Job], tile_numel: int, by_rows: Rows, memory: Tensor) -> None:
-    stacked, scratch = _stacked(batch, by_rows, memory)
-    counts = [as_matrices(job.layout.shape)[0] for job in batch]
-    finished = batch[0].layout.mechanism.finish_in(stacked, scratch, batch[0].scalars).split_with_sizes(counts)
-    directions = []
-    for job, whole in zip(batch, finished):
-        direction = job.place.scatter(whole.reshape(_whole_shape(job)))
-        directions.append(Update(job).adapt(direction, row_tiles(job.param.shape, tile_numel)))
+def _run_batch(batch: Sequence[Job], owners: Owners | None, tile_numel: int, by_rows: Rows, memory: Tensor) -> None:
+    sizes = [job.param.numel() for job in batch]
+    flat, scratch = memory[: sum(sizes)].zero_(), memory[aligned(sum(sizes)) :]
+    by_rows.directions(batch, _as_rows(flat, batch))
+    layout, scalars = batch[0].layout, batch[0].scalars
+    stacked = flat.view(-1, *as_matrices(layout.shape)[1:]) if owners is None else owners.gather(flat)
+    finished = layout.mechanism.finish_in(stacked, scratch, scalars) if len(stacked) else stacked
+    finished = finished.reshape(-1) if owners is None else owners.scatter(finished)
+    directions = [
+        Update(job).adapt(direction, row_tiles(job.param.shape, tile_numel))
+        for job, direction in zip(batch, _as_rows(finished, batch))
+    ]
     by_rows.move(batch, directions)
 
 
-def _stacked(batch: Sequence[Job], by_rows: Rows, memory: Tensor) -> tuple[Tensor, Tensor]:
-    """The directions of a batch as one stack of matrices, and the memory that is left."""
-    sizes = [job.param.numel() for job in batch]
-    is_whole = all(job.place.rows is None for job in batch)
-    flat, scratch = memory[: sum(sizes)].zero_(), memory[aligned(sum(sizes)) :]
-    local = [part.view(job.param.shape) for part, job in zip(flat.split_with_sizes(sizes), batch)]
-    by_rows.directions(batch, local)
-    matrix = as_matrices(batch[0].layout.shape)[1:]
-    if is_whole:
-        return flat.view(-1, *matrix), scratch
-    return torch.cat([job.place.gather(each).reshape(-1, *matrix) for job, each in zip(batch, local)]), scratch
+def _as_rows(flat: Tensor, batch: Sequence[Job]) -> list[Tensor]:
+    parts = flat.split_with_sizes([job.param.numel() for job in batch])
+    return [part.view(job.param.shape) for part, job in zip(parts, batch)]
 
 
-def _whole_shape(job: Job) -> tuple[int, ...]:
-    return job.layout.shape if job.place.rows is not None else tuple(job.param.shape)
+def _owners(found: Sequence[Sequence[Job]]) -> list[Owners | None]:
+    """Of every batch whose matrices are spread over ranks."""
+    owners: list[Owners | None] = []
+    turn = 0
+    for batch in found:
+        ranks = _spread_over(batch[0])
+        rows, cols = as_matrices(batch[0].layout.shape)[1:]
+        owners.append(None if ranks is None else Owners(ranks, (len(batch), rows, cols), turn))
+        turn += len(batch)
+    return owners
+
+
+def _spread_over(job: Job) -> Ranks | None:
+    """The ranks that have rows of each of its matrices; a stack is cut between them."""
+    return None if len(matrix_shape(job.layout.shape)) > 2 else job.place.ranks
 
 
 def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
@@ -95,7 +107,8 @@ def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
     for job in jobs:
         # not the local shape: every rank must make the same batches
         shape = as_matrices(job.layout.shape)[1:]
-        alike.setdefault((job.layout.mechanism.name, id(job.scalars), job.param.device, shape), []).append(job)
+        key = job.layout.mechanism.name, id(job.scalars), job.param.device, shape, _spread_over(job)
+        alike.setdefault(key, []).append(job)
     for group in alike.values():
         batch: list[Job] = []
         for job in group:
@@ -106,12 +119,15 @@ def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
         yield batch
 
 
-def _held(job: Job) -> int:
-    """Elements of memory that a job takes: its direction's, and the scratch of its matrices."""
-    matrices, rows, cols = as_matrices(job.layout.shape)
-    return aligned(job.param.numel()) + matrices * job.layout.mechanism.scratch(rows, cols)
+def _held(batch: Sequence[Job], owners: Owners | None) -> int:
+    """Elements of memory that a batch takes: its directions', and the scratch of the matrices finished here."""
+    _, rows, cols = as_matrices(batch[0].layout.shape)
+    here = sum(as_matrices(tuple(job.param.shape))[0] for job in batch) if owners is None else owners.mine
+    return aligned(sum(job.param.numel() for job in batch)) + here * batch[0].layout.mechanism.scratch(rows, cols)
 
 
 def _workspace(job: Job) -> int:
+    """Elements that a job's matrices need, or this rank's share of them."""
     matrices, rows, cols = as_matrices(job.layout.shape)
-    return matrices * job.layout.mechanism.workspace(rows, cols)
+    ranks = job.place.ranks
+    return matrices * job.layout.mechanism.workspace(rows, cols) // (1 if ranks is None else ranks.size)

@@ -21,12 +21,16 @@ class Update:
         self._job = job
         self._param, self._scalars = job.param.detach(), job.scalars
         self._mechanism = job.layout.mechanism
-        self._held = {each.slot.name: each.held_in(job.state) for each in job.layout.formats}
+        self._held = {each.slot.name: each.held_in(job.held) for each in job.layout.formats}
         self._formats = [each for each in job.layout.formats if not each.slot.of_direction]
 
     def run(self, tiles: Sequence[slice]) -> None:
         """Advance the state and the parameter in place, touching one tile of rows (dim 0) at a time."""
         self.absorb(tiles)
+        self.advance(tiles)
+
+    def advance(self, tiles: Sequence[slice]) -> None:
+        """All but what :meth:`absorb` has done."""
         step: Scalar = self._scalars["step"]
         balance = None
         if self._mechanism.norms:
@@ -41,16 +45,29 @@ class Update:
 
     def absorb(self, tiles: Sequence[slice]) -> None:
         """Take the gradient into the slots that keep sums over all rows."""
-        for stored in self._formats:
-            if isinstance(stored, SummedFormat):
-                self._absorb(stored, tiles, lambda rows: self._clean(self._grad(rows)))
+        place = self._job.place
+        self.settle([None if partial is None else place.sum(partial) for partial in self.partials(tiles)])
+
+    def partials(self, tiles: Sequence[slice]) -> list[Tensor | None]:
+        """The first half of :meth:`absorb`: what of the rows here goes into sums, for each slot that keeps some."""
+        return [self._partial(stored, tiles, lambda rows: self._clean(self._grad(rows))) for stored in self._summed]
+
+    def settle(self, sums: Sequence[Tensor | None]) -> None:
+        """The second half, given the sums over all rows."""
+        for stored, total in zip(self._summed, sums):
+            self._finish(stored, total)
+
+    @property
+    def _summed(self) -> list[SummedFormat]:
+        return [stored for stored in self._formats if isinstance(stored, SummedFormat)]
 
     def adapt(self, finished: Tensor, tiles: Sequence[slice]) -> Tensor:
         """Take a finished direction into the slots that remember those; what they make of it."""
         formats = self._job.layout.formats
         stored = [each for each in formats if each.slot.of_direction and isinstance(each, SummedFormat)]
         for each in stored:
-            self._absorb(each, tiles, lambda rows: finished[rows])
+            partial = self._partial(each, tiles, lambda rows: finished[rows])
+            self._finish(each, None if partial is None else self._job.place.sum(partial))
         for rows in tiles if stored else ():
             slots = {each.slot.name: self._expanded(each, rows) for each in stored}
             finished[rows] = self._mechanism.adapt(finished[rows], slots, self._scalars)
@@ -91,16 +108,24 @@ class Update:
         """The gradient without spikes, where one element's would become its neighbours' trouble."""
         return torch.where(grad.abs() < SPIKE, grad, 0.0) if self._job.layout.shares else grad
 
-    def _absorb(self, stored: SummedFormat, tiles: Sequence[slice], seen: Callable[[slice], Tensor]) -> None:
-        name = stored.slot.name
-        keep, add = self._scalars[f"{name}.keep"], self._scalars[f"{name}.add"]
-        rounding = Rounding(self._job.phases[name], first_row=self._job.place.first_row)
-        partial = None
+    def _partial(self, stored: SummedFormat, tiles: Sequence[slice], seen: Callable[[slice], Tensor]) -> Tensor | None:
+        keep, add, rounding = self._blending(stored)
+        name, partial = stored.slot.name, None
+        if self._job.place.ranks is not None:
+            tiles = tiles or [slice(0, 0)]  # a shard without rows has a part in the sum all the same
         for rows in tiles:
             observed = self._mechanism.observe(name, seen(rows))
             partial = stored.absorb(self._held[name], rows, observed, keep, add, rounding, partial)
-        partial = None if partial is None else self._job.place.sum(partial)
-        stored.finish(self._held[name], keep, add, rounding, partial)
+        return partial
+
+    def _finish(self, stored: SummedFormat, total: Tensor | None) -> None:
+        keep, add, rounding = self._blending(stored)
+        stored.finish(self._held[stored.slot.name], keep, add, rounding, total)
+
+    def _blending(self, stored: SummedFormat) -> tuple[Scalar, Scalar, Rounding]:
+        name = stored.slot.name
+        rounding = Rounding(self._job.phases[name], first_row=self._job.place.first_row)
+        return self._scalars[f"{name}.keep"], self._scalars[f"{name}.add"], rounding
 
     def _advanced(self, rows: slice, grad: Tensor) -> dict[str, Tensor]:
         """Every slot's new value, before it is rounded into its format."""

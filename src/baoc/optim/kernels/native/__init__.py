@@ -14,7 +14,7 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,12 @@ from baoc.core.mechanisms.lion import Lion
 from baoc.core.mechanisms.muon import Muon, NorMuon, Spectral
 from baoc.core.mechanisms.sgd import SGD, SGDM, SGDW, SGDWM
 from baoc.core.roles import matrix_shape
-from baoc.core.spec import Shape
+from baoc.core.rounding import phase_at
+from baoc.core.spec import Reach, Shape
 from baoc.optim.kernels.eager import TILE_NUMEL, EagerKernel
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.matrices import EagerRows, run_matrices
-from baoc.optim.place import WHOLE
+from baoc.optim.place import Negated
 
 # What is what in C: see job.h, which has these names.
 _MECHANISMS: dict[type[Mechanism], str] = {
@@ -116,7 +117,7 @@ class NativeKernel:
         left: list[Job] = []
         matrices: list[Job] = []
         for job in self.serve(jobs):
-            by_rows = type(job.layout.mechanism) in _AHEAD and job.param.numel()
+            by_rows = type(job.layout.mechanism) in _AHEAD and job.place.numel(job.param)
             (matrices if by_rows else left).append(job)
         for job in matrices:
             job.refuse_freed()
@@ -133,7 +134,9 @@ class NativeKernel:
         left: list[Job] = []
         for job in jobs:
             form = _form(job.layout, job.param.shape, job.param.dtype, job.grad.dtype, as_mechanism)
-            job_words = None if form is None else _words(job, form)
+            # of the jobs with matrices it does what goes by rows: only sums over ranks are not its business
+            is_alone = job.place.ranks is None or as_mechanism or job.layout.reach is Reach.ROWS
+            job_words = _words(job, form) if form is not None and is_alone else None
             if form is None or job_words is None:
                 left.append(job)
                 continue
@@ -208,10 +211,10 @@ class _Form(NamedTuple):
 
 def _words(job: Job, form: _Form) -> list[int] | None:
     """A job as ``job_words``, or ``None`` if one of its tensors is not what C code would take it for."""
-    _, param, grad, state, _, phases, _, maximize, place, _ = job
+    _, param, grad, _, held, _, phases, _, maximize, place, _ = job
     template, buffers, param_at, param_planes_at, grad_at, grad_planes_at, _, negate_at, m_phase_at, v_phase_at = form
-    if place is not WHOLE or type(param) not in _PLAIN or type(grad) not in _PLAIN:
-        return None  # C code adds up what is here, and reads it at its address as it is
+    if type(place) is Negated or type(param) not in _PLAIN or type(grad) not in _PLAIN:
+        return None  # C code reads what is here at its address as it is
     if grad.is_neg():
         return None
     words = template.copy()
@@ -225,9 +228,13 @@ def _words(job: Job, form: _Form) -> list[int] | None:
     grad_address = words[grad_at] = grad.data_ptr()
     found = address and grad_address
     words[negate_at] = maximize
-    words[m_phase_at], words[v_phase_at] = phases.get("m", 0), phases.get("v", 0)  # type: ignore[assignment]
+    m_phase, v_phase = cast(int, phases.get("m", 0)), cast(int, phases.get("v", 0))
+    if place.first_row:
+        first = place.first_row * math.prod(param.shape[1:])
+        m_phase, v_phase = phase_at(m_phase, first), phase_at(v_phase, first)
+    words[m_phase_at], words[v_phase_at] = m_phase, v_phase
     for at, key in buffers:
-        buffer = state[key]
+        buffer = held[key]
         if type(buffer) is not Tensor or not buffer.is_contiguous():
             return None
         address = words[at] = buffer.data_ptr()
@@ -263,7 +270,7 @@ def _form(
     assert not isinstance(library, str)
     places, types = _places(), {name: index + 1 for index, name in enumerate(library.TYPES)}
     words = [0] * len(places)
-    for name, value in (_geometry(_matrix(layout, shape)) | _turns(layout.mechanism.norms)).items():
+    for name, value in (_geometry(_matrix(layout, formats, shape)) | _turns(layout.mechanism.norms)).items():
         words[places[name]] = value
     if layout.mechanism.norms:
         words[places["v.type"]] = types["FACTORED"]
@@ -312,11 +319,11 @@ def _is_beyond(shape: Shape, formats: Sequence[Format], mechanism: str) -> bool:
     return is_stack and any(stored.shares for stored in formats)  # groups do not end with the rows of its matrices
 
 
-def _matrix(layout: Layout, shape: torch.Size) -> Shape:
-    """The shape that factors are of."""
+def _matrix(layout: Layout, formats: Sequence[Format], shape: torch.Size) -> Shape:
+    """The shape that factors are of. They are of whole parameters: of a shard, C code sees none."""
     if layout.mechanism.norms:
         return matrix_shape(layout.shape)
-    kept = (stored.matrix for stored in layout.formats if isinstance(stored, (FactoredFormat, MeanFormat)))
+    kept = (stored.matrix for stored in formats if isinstance(stored, (FactoredFormat, MeanFormat)))
     return next(kept, tuple(shape))
 
 

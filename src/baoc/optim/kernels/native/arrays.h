@@ -45,10 +45,10 @@ static void write_param(const array *stored, int64_t first, int n, float *x)
         turn_planes(stored, first, n, ordered, 1);
 }
 
-/* The address of what comes after elements [first, first + TILE), to fetch it ahead: of rows in planes, the next one. */
+/* The address of what is needed FETCHED_AHEAD elements after `first`: of rows in planes, the next one's. */
 static uintptr_t address_ahead(const array *a, int64_t first)
 {
-    const int64_t row = a->planes * a->channels, distance = row > TILE ? row : TILE;
+    const int64_t row = a->planes * a->channels, distance = row > TILE ? row : FETCHED_AHEAD;
     return (uintptr_t)(a->data + (first + distance) * (a->type == FP32 ? 4 : 2));
 }
 
@@ -72,23 +72,24 @@ static const float *gradient(const job *job, int64_t first, int n, float *out)
 /* The gradient as the state sees it where elements share numbers: without what would spoil them for all. */
 INLINE vmask is_sane(vfloat g) { return less(magnitude(g), vfloat_of(SPIKE)); }
 INLINE vfloat without_spikes(vfloat g) { return keep_lanes(is_sane(g), g); }
+INLINE vfloat square_without_spikes(vfloat g) { return keep_lanes(less(g * g, vfloat_of(SPIKE * SPIKE)), g * g); }
 INLINE float without_spike(float g) { return fabsf(g) < SPIKE ? g : 0.0f; }
 
-/* Visits int8 groups, from the start of one on. */
+/* Visits groups of `most` elements, or fewer at the end of a row, from the start of one on. */
 typedef struct {
-    int64_t row, column, group;
+    int64_t row, most, column, group;
 } group_cursor;
 
-static group_cursor group_at(int64_t row, int64_t first)
+static group_cursor group_at(int64_t row, int64_t most, int64_t first)
 {
-    int64_t groups = (row + GROUP - 1) / GROUP;
-    group_cursor at = {row, first % row, first / row * groups + first % row / GROUP};
+    int64_t groups = (row + most - 1) / most;
+    group_cursor at = {row, most, first % row, first / row * groups + first % row / most};
     return at;
 }
 
 static int next_group(group_cursor *at)
 {
-    int width = (int)(at->row - at->column < GROUP ? at->row - at->column : GROUP);
+    int width = (int)(at->row - at->column < at->most ? at->row - at->column : at->most);
     at->column = at->column + width == at->row ? 0 : at->column + width;
     at->group++;
     return width;
@@ -108,7 +109,7 @@ static const float *read_v(const array *stored, int64_t row, int64_t first, int 
 {
     if (stored->type != INT8)
         return floats_of(stored, first, n, out);
-    group_cursor at = group_at(row, first);
+    group_cursor at = group_at(row, GROUP, first);
     const uint8_t *codes = (const uint8_t *)(intptr_t)stored->data + first;
     for (int done = 0, width; done < n; done += width) {
         const int32_t base = base_at(0, ((const uint8_t *)(intptr_t)stored->exponents)[at.group]);

@@ -18,7 +18,7 @@ static const float *read_m(const array *stored, int64_t row, int64_t first, int 
     }
     if (stored->type != INT8)
         return floats_of(stored, first, n, out);
-    group_cursor at = group_at(row, first);
+    group_cursor at = group_at(row, GROUP, first);
     const int8_t *codes = (const int8_t *)(intptr_t)stored->data + first;
     for (int done = 0, width; done < n; done += width) {
         const int32_t base = base_at(1, ((const uint8_t *)(intptr_t)stored->exponents)[at.group]);

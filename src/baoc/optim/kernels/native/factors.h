@@ -12,10 +12,10 @@ INLINE double absorb_part(const float *g, int n, float *col_sums)
     lanes row = {0};
     int i = 0;
     for (; i + SUM_LANES <= n; i += SUM_LANES) {
-        __builtin_prefetch((const void *)((uintptr_t)(g + i) + sizeof(float) * TILE)); /* processors stop at a page's end */
+        fetch((const void *)((uintptr_t)(g + i) + sizeof(float) * FETCHED_AHEAD)); /* processors stop at a page's end */
         for (int k = 0; k < SUM_VECTORS; k++) {
             const int at = i + k * LANES;
-            const vfloat each = without_spikes(load(g + at, LANES)), square = each * each;
+            const vfloat square = square_without_spikes(load(g + at, LANES));
             row.part[k] += square;
             if (col_sums)
                 store(col_sums + at, load(col_sums + at, LANES) + square, LANES);
@@ -61,7 +61,7 @@ static void encode_factor(const array *stored, int64_t row, int64_t first, int n
         }
         return;
     }
-    group_cursor cursor = group_at(row, first);
+    group_cursor cursor = group_at(row, GROUP, first);
     const slot s = {.data = NULL, .fresh = x, .phase = phase};
     for (int done = 0, end; done < n; done = end) {
         uint8_t *exponent = (uint8_t *)(intptr_t)stored->exponents + cursor.group;

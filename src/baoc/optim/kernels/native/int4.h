@@ -14,75 +14,75 @@
 
 INLINE vfloat to_float(vint x) { return __builtin_convertvector(x, vfloat); }
 
-/* Where a group's codes and scale are, and how many of its elements are there. */
-typedef struct {
-    uint8_t *codes;
-    float *scale;
-    int width;
-} int4_group;
-
-static int4_group int4_group_at(const array *stored, int64_t row, int64_t element, int left)
+INLINE void unpack_group(const uint8_t *codes, float scale, float *out)
 {
-    const int64_t groups = (row + INT4_GROUP - 1) / INT4_GROUP, column = element % row;
-    const int64_t index = element / row * groups + column / INT4_GROUP;
-    const int64_t width = row - column < INT4_GROUP ? row - column : INT4_GROUP;
-    int4_group group = {(uint8_t *)(intptr_t)stored->data + index * INT4_HALF,
-                        (float *)(intptr_t)stored->scales + index, (int)(width < left ? width : left)};
-    return group;
+    for (int i = 0; i < INT4_HALF; i += LANES) {
+        const vint both = widen_u8(codes + i);
+        store_all(out + i, to_float((both & 15) - INT4_ZERO) * (1 / INT4_TOP) * scale);
+        store_all(out + i + INT4_HALF, to_float((both >> 4) - INT4_ZERO) * (1 / INT4_TOP) * scale);
+    }
 }
 
-/* How many of the lanes at element `i` of a group are there. */
-INLINE int lanes_there(int width, int i) { return width <= i ? 0 : lanes_left(width, i); }
-
+/* Here and below, `first` starts a group; one that ends with its row goes through a padded copy. */
 static void unpack_int4(const array *stored, int64_t row, int64_t first, int n, float *out)
 {
-    int4_group group;
-    for (int done = 0; done < n; done += group.width) {
-        group = int4_group_at(stored, row, first + done, n - done);
-        for (int i = 0; i < INT4_HALF; i += LANES) {
-            const vint both = load_u8(group.codes + i, LANES);
-            const vfloat low = to_float((both & 15) - INT4_ZERO), high = to_float((both >> 4) - INT4_ZERO);
-            const int low_count = lanes_there(group.width, i), high_count = lanes_there(group.width, i + INT4_HALF);
-            if (low_count)
-                store(out + done + i, low * (1 / INT4_TOP) * *group.scale, low_count);
-            if (high_count)
-                store(out + done + i + INT4_HALF, high * (1 / INT4_TOP) * *group.scale, high_count);
+    group_cursor at = group_at(row, INT4_GROUP, first);
+    for (int done = 0, width; done < n; done += width) {
+        const uint8_t *codes = (const uint8_t *)(intptr_t)stored->data + at.group * INT4_HALF;
+        const float scale = ((const float *)(intptr_t)stored->scales)[at.group];
+        width = next_group(&at);
+        if (width == INT4_GROUP) {
+            unpack_group(codes, scale, out + done);
+        } else {
+            float padded[INT4_GROUP];
+            unpack_group(codes, scale, padded);
+            memcpy(out + done, padded, sizeof(float) * (size_t)width);
         }
     }
 }
 
-/* A nibble for each lane; idle elements (without gradient) are rounded toward zero. */
-INLINE vint int4_codes(const float *x, const float *g, float per_unit, uint32_t phase, int64_t element, int count)
+/* Dithered codes in [-7, 7]; idle elements (without gradient) are rounded toward zero. `units` is how many
+ * of the bits below a level's point make one. */
+INLINE vint int4_codes(const float *x, const float *g, float units, vuint sequence)
 {
-    if (!count)
-        return vint_of(INT4_ZERO);
-    const vfloat value = load(x, count);
-    const vint level = __builtin_convertvector(magnitude(value) * per_unit * (float)(1 << INT4_DROPPED), vint);
-    const vint dither = choose_int(equal(load(g, count), vfloat_of(0.0f)), vint_of(0),
-                                   noise(sequence_at(phase, element), INT4_DROPPED));
-    const vint code = (level + dither + least_noise(INT4_DROPPED)) >> INT4_DROPPED;
-    return signed_like(code, value) + INT4_ZERO;
+    const vfloat value = load_all(x);
+    const vint level = __builtin_convertvector(magnitude(value) * units, vint);
+    const vint dither = choose_int(equal(load_all(g), vfloat_of(0.0f)), vint_of(0), noise(sequence, INT4_DROPPED));
+    return signed_like((level + dither + least_noise(INT4_DROPPED)) >> INT4_DROPPED, value);
+}
+
+/* Returns the group's scale. */
+INLINE float pack_group(const float *x, const float *g, vuint sequence, uint8_t *codes)
+{
+    vint top = {0};
+    for (int i = 0; i < INT4_GROUP; i += LANES)
+        top = larger_int(top, (vint)magnitude(load_all(x + i)));
+    const float largest = as_float(largest_lane(top));
+    const float scale = largest > INT4_SMALLEST_SCALE ? largest : INT4_SMALLEST_SCALE;
+    const float units = INT4_TOP / scale * (float)(1 << INT4_DROPPED);
+    for (int i = 0; i < INT4_HALF; i += LANES, sequence = next_sequence(sequence)) {
+        const vint low = int4_codes(x + i, g + i, units, sequence);
+        const vint high = int4_codes(x + i + INT4_HALF, g + i + INT4_HALF, units, sequence + INT4_HALF * PHASE_PER_ELEMENT);
+        narrow_u8(codes + i, low + (high << 4) + (INT4_ZERO << 4 | INT4_ZERO));
+    }
+    return largest == 0.0f ? 0.0f : scale;
 }
 
 static void pack_int4(const array *stored, int64_t row, int64_t first, int n, const float *x, const float *g, uint32_t phase)
 {
-    int4_group group;
-    for (int done = 0; done < n; done += group.width) {
-        group = int4_group_at(stored, row, first + done, n - done);
-        vint top = {0};
-        for (int i = 0; i < group.width; i += LANES)
-            top = larger_int(top, (vint)magnitude(load(x + done + i, lanes_left(group.width, i))));
-        const int32_t bits = largest_lane(top);
-        float scale;
-        memcpy(&scale, &bits, sizeof scale);
-        const float least = scale > INT4_SMALLEST_SCALE ? scale : INT4_SMALLEST_SCALE, per_unit = INT4_TOP / least;
-        *group.scale = bits ? least : 0.0f;
-        for (int i = 0; i < INT4_HALF; i += LANES) {
-            const int low = done + i, high = low + INT4_HALF;
-            const vint low_codes = int4_codes(x + low, g + low, per_unit, phase, first + low, lanes_there(group.width, i));
-            const vint high_codes = int4_codes(x + high, g + high, per_unit, phase, first + high,
-                                               lanes_there(group.width, i + INT4_HALF));
-            narrow_u8(group.codes + i, low_codes | high_codes << 4);
+    group_cursor at = group_at(row, INT4_GROUP, first);
+    for (int done = 0, width; done < n; done += width) {
+        uint8_t *codes = (uint8_t *)(intptr_t)stored->data + at.group * INT4_HALF;
+        float *scale = (float *)(intptr_t)stored->scales + at.group;
+        const vuint sequence = sequence_at(phase, first + done);
+        width = next_group(&at);
+        if (width == INT4_GROUP) {
+            *scale = pack_group(x + done, g + done, sequence, codes);
+        } else {
+            float padded_x[INT4_GROUP] = {0}, padded_g[INT4_GROUP] = {0};
+            memcpy(padded_x, x + done, sizeof(float) * (size_t)width);
+            memcpy(padded_g, g + done, sizeof(float) * (size_t)width);
+            *scale = pack_group(padded_x, padded_g, sequence, codes);
         }
     }
 }

@@ -5,6 +5,7 @@
 #include "job.h"
 
 #define TILE 1024 /* elements: a tile's gradient, slots and parameter fit the L1 cache as fp32 */
+#define FETCHED_AHEAD (2 * TILE) /* elements between what is worked on and what memory is asked for */
 
 typedef struct {
     double direction, param;

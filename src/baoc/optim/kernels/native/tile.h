@@ -24,9 +24,10 @@ typedef struct {
     const float *g;
     float *p;
     uintptr_t g_ahead, p_ahead; /* addresses of what comes after the tile */
-    int in_planes;
+    int fetches_dense; /* dense slots: whether processors have to be told what comes */
     slot m, v;
-    float *v_root; /* of a factored v as it is expanded, else scratch for groups that wait for their exponent */
+    float *v_root;    /* of a factored v, to be multiplied by row_v_root; else scratch for groups that wait for exponents */
+    float row_v_root;
 } common;
 
 typedef struct {
@@ -126,7 +127,7 @@ INLINE values blend_vector(int m_type, int v_type, const common *t, vfloat m, ba
     if (m_type)
         x.m = fused_add(m, vfloat_of(m_type == INT8 ? t->c.m_keep_small : t->c.m_keep), x.g * t->c.m_add);
     if (v_type == FACTORED)
-        x.v_root = load(t->v_root + i, count);
+        x.v_root = load(t->v_root + i, count) * t->row_v_root;
     if (is_full(v_type)) {
         x.v = fused_add(read_second(v_type, &t->v, base.v, i, count), vfloat_of(t->c.v_keep), x.g * x.g * t->c.v_add);
         x.v_root = square_root(x.v);
@@ -184,10 +185,10 @@ static void show_spikes(const float *g, float *p, int n)
 INLINE void fetch_floats(uintptr_t ahead, int i)
 {
     for (int byte = 0; byte < 16 * LANES; byte += LINE)
-        __builtin_prefetch((const void *)(ahead + (uintptr_t)(4 * i + byte)));
+        fetch((const void *)(ahead + (uintptr_t)(4 * i + byte)));
 }
 
-INLINE void fetch_codes(const slot *s, int i) { __builtin_prefetch((const void *)((uintptr_t)s->data + (uintptr_t)(i + TILE))); }
+INLINE void fetch_codes(const slot *s, int i) { fetch((const void *)((uintptr_t)s->data + (uintptr_t)(i + FETCHED_AHEAD))); }
 
 /* ---- dense slots: one pass ---- */
 
@@ -217,11 +218,10 @@ INLINE void advance_dense(int mechanism, int m_type, int v_type, tile *t)
     if (shares(mechanism, m_type, v_type) && has_spike(t->all.g, n))
         leave_spikes_out(t, 0, n);
     const common all = t->all;
-    const int is_slow = m_type == BF16 && v_type == FACTORED; /* so much arithmetic that they would be late */
     progress at = start(&all, 0);
     int i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
-        if (all.in_planes || is_slow) { /* processors see other streams coming by themselves */
+        if (all.fetches_dense) {
             fetch_floats(all.g_ahead, i);
             fetch_floats(all.p_ahead, i);
         }
@@ -262,6 +262,8 @@ INLINE values taken_in(int m_type, int v_type, const common *t, int i, int count
         x.m = load(t->m.fresh + i, count);
     if (v_type)
         x.v_root = load(t->v_root + i, count);
+    if (v_type == FACTORED)
+        x.v_root *= t->row_v_root;
     if (is_full(v_type))
         x.v = load(t->v.fresh + i, count);
     return x;
@@ -508,26 +510,46 @@ static void expand(const job_words *w, const factors *f, int64_t first, int n, f
     }
 }
 
+/* Within one row of a matrix there is nothing to expand. */
+static void place_factors(common *t, const job_words *w, const factors *f, int64_t first, int n)
+{
+    const int64_t line = first / w->cols, column = first % w->cols;
+    if (column + n <= w->cols) {
+        t->v_root = f->col + line / w->rows * w->cols + column;
+        t->row_v_root = f->row[line];
+    } else {
+        expand(w, f, first, n, t->v_root);
+        t->row_v_root = 1.0f;
+    }
+}
+
 /* Four bits: floats before, codes after. */
 static void advance_packed(const job_words *w, tile *t, float *m)
 {
     const int n = t->starts[t->groups];
     const float *given_g = t->all.g;
-    if (has_spike(given_g, n))
+    const int handles_spikes = shares(w->mechanism, FP32, w->v.type); /* the tile's update does, for it would without m */
+    if (!handles_spikes && has_spike(given_g, n))
         leave_spikes_out(t, 0, n);
     unpack_int4(&w->m, w->row, t->all.first, n, m);
     t->all.m.data = m;
     advance_tile(w, t);
     pack_int4(&w->m, w->row, t->all.first, n, m, t->all.g, t->all.m.phase);
-    if (t->all.g != given_g && w->mechanism != AHEAD)
+    if (!handles_spikes && t->all.g != given_g)
         show_spikes(given_g, t->all.p, n);
+}
+
+/* Processors see plain streams coming by themselves, but not early enough if there is much to do between loads. */
+static int needs_fetching(const job_words *w)
+{
+    return w->grad.planes || w->param.planes || w->m.type == INT4 || (w->m.type == BF16 && w->v.type == FACTORED);
 }
 
 static void update_tile(const job *job, const factors *f, const numbers *c, int64_t first, int n)
 {
     const job_words *w = job->words;
     float g[TILE], clean_g[TILE], p[TILE], m[TILE], v[TILE], v_root[TILE], unpacked[TILE];
-    group_cursor at = group_at(w->row, first);
+    group_cursor at = group_at(w->row, GROUP, first);
     tile t;
     t.all.c = *c;
     t.all.first = first;
@@ -536,12 +558,12 @@ static void update_tile(const job *job, const factors *f, const numbers *c, int6
     t.all.p = floats_of(&w->param, first, n, p);
     t.all.g_ahead = address_ahead(&w->grad, first);
     t.all.p_ahead = address_ahead(&w->param, first);
-    t.all.in_planes = w->grad.planes || w->param.planes;
+    t.all.fetches_dense = needs_fetching(w);
     t.all.m = slot_at(&w->m, first, at.group, w->m_phase, m);
     t.all.v = slot_at(&w->v, first, at.group, w->v_phase, v);
     t.all.v_root = v_root;
     if (w->v.type == FACTORED)
-        expand(w, f, first - f->first, n, v_root);
+        place_factors(&t.all, w, f, first - f->first, n);
     t.groups = 0;
     t.starts[0] = 0;
     while (t.starts[t.groups] < n) {

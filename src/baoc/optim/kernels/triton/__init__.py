@@ -90,26 +90,41 @@ class TritonKernel:
         whole: list[tuple[Job, Form]] = []
         matrices: list[Job] = []
         left: list[Job] = []
-        reasons: dict[str, list[str]] = {}
         for job in jobs:
-            is_matrix = job.layout.reach is Reach.MATRIX
-            form = form_of(job, "direction" if is_matrix else "step")
+            if job.layout.reach is Reach.MATRIX:
+                if job.place.numel(job.param):  # the whole of it: a shard without rows is asked by the others
+                    matrices.append(job)
+                continue
+            form = form_of(job, "step")
             if isinstance(form, str):
                 left.append(job)
-                reasons.setdefault(form, []).append(job.name)
-            elif not job.param.numel():
-                continue
-            elif is_matrix:
-                matrices.append(job)
-            else:
+                self._report(job, form, self._rest().name)
+            elif job.param.numel():
                 whole.append((job, form))
         for job in (*matrices, *left):  # before anything has changed
             job.refuse_freed()
         self._numbers.write([*(job for job, _ in whole), *matrices])
         self._serve(whole, "step")
-        run_matrices(matrices, _MATRIX_TILE, _TritonRows(self._serve))
+        # all in one call, whatever their rows are run by: every rank must make the same batches
+        run_matrices(matrices, _MATRIX_TILE, _TritonRows(self))
         if left:
-            self._run_other(left, reasons)
+            self._rest().run(left)
+
+    def serve_half(self, jobs: Sequence[Job], use: Use, directions: Sequence[Tensor]) -> list[int]:
+        """Write directions, or move by them, where there is Triton code for it; which jobs are left."""
+        served: list[tuple[Job, Form]] = []
+        by: list[Tensor] = []
+        left: list[int] = []
+        for index, (job, direction) in enumerate(zip(jobs, directions)):
+            form = form_of(job, use)
+            if isinstance(form, str):
+                left.append(index)
+                self._report(job, form, "eager")
+            elif job.param.numel():
+                served.append((job, form))
+                by.append(direction)
+        self._serve(served, use, by)
+        return left
 
     def _serve(self, served: Sequence[tuple[Job, Form]], use: Use, directions: Sequence[Tensor] = ()) -> None:
         """Launch what jobs need, all of a family at once. ``directions``: where they go, or those to move by."""
@@ -131,7 +146,7 @@ class TritonKernel:
         words[Word.PARAM], words[Word.GRAD] = job.param.data_ptr(), job.grad.data_ptr()
         found = words[Word.PARAM] and words[Word.GRAD]
         for word, key in form.buffers:
-            words[word] = job.state[key].data_ptr()
+            words[word] = job.held[key].data_ptr()
             found = found and words[word]
         if not found:
             job.refuse_freed()
@@ -151,37 +166,28 @@ class TritonKernel:
         self._tables.move_to_end(key)
         return self._tables[key]
 
-    def _run_other(self, jobs: Sequence[Job], reasons: dict[str, list[str]]) -> None:
+    def _rest(self) -> _Other:
         if self._other is None:
             self._other = self._make_other()
-        for reason, names in reasons.items():
-            if reason not in self._reported:
-                self._reported.add(reason)
-                logger.info(
-                    "the %s kernel updates %d parameters, such as %r: there is no Triton code for %s",
-                    *(self._other.name, len(names), names[0], reason),
-                )
-        self._other.run(jobs)
+        return self._other
+
+    def _report(self, job: Job, reason: str, other: str) -> None:
+        if reason not in self._reported:
+            self._reported.add(reason)
+            logger.info("the %s kernel updates %r: there is no Triton code for %s", other, job.name, reason)
 
 
 class _TritonRows(EagerRows):
     """The rows of matrices: momentum before they are finished, and the parameter's move after."""
 
-    def __init__(self, serve: Callable[[Sequence[tuple[Job, Form]], Use, Sequence[Tensor]], None]) -> None:
+    def __init__(self, kernel: TritonKernel) -> None:
         super().__init__(_MATRIX_TILE)
-        self._serve = serve
+        self._kernel = kernel
 
     def directions(self, jobs: Sequence[Job], out: Sequence[Tensor]) -> None:
-        self._serve(_with_forms(jobs, "direction"), "direction", out)
+        left = self._kernel.serve_half(jobs, "direction", out)
+        super().directions([jobs[index] for index in left], [out[index] for index in left])
 
     def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
-        self._serve(_with_forms(jobs, "move"), "move", directions)
-
-
-def _with_forms(jobs: Sequence[Job], use: Use) -> list[tuple[Job, Form]]:
-    found = []
-    for job in jobs:
-        form = form_of(job, use)
-        assert isinstance(form, Form), form  # accepted for a direction, which asks for more than a move
-        found.append((job, form))
-    return found
+        left = self._kernel.serve_half(jobs, "move", directions)
+        super().move([jobs[index] for index in left], [directions[index] for index in left])

@@ -108,7 +108,7 @@ def form_of(job: Job, use: Use) -> Form | str:
     if isinstance(found, Form):
         if found.family.turns and job.place.rows is not None:
             return "means over the rows of a shard"
-        if not all(type(held) is Tensor and held.is_contiguous() for held in (job.state[k] for _, k in found.buffers)):
+        if not all(type(held) is Tensor and held.is_contiguous() for held in (job.held[k] for _, k in found.buffers)):
             return "state that is not contiguous"
     return found
 

@@ -1,0 +1,259 @@
+"""Random damage to plans, profiles and checkpoints: refused by our own errors with nothing changed, or harmless.
+
+A mutation changes one to three things in what a file holds (or bytes of the file itself): a key is dropped, a value is
+replaced by one of another kind, a number by one of another size, a tensor by one of another shape, dtype or content.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import random
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import baoc
+from baoc import BAOC, BlockOptimizer, CheckpointError, ConfigurationError, Plan, PlanError, Profile, ProfileError
+from benchmarks.torture.training import backward, make_model
+
+JUNK = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    2.5,
+    math.nan,
+    math.inf,
+    -math.inf,
+    10**30,
+    1e300,
+    "",
+    "x",
+    "adamw-8",
+    "0.0",
+    [],
+    [[]],
+    {},
+)
+HARMLESS, REFUSED = "harmless", "refused"
+Outcome = str
+
+
+# ---- damage ----
+
+
+def mutated(value: Any, draw: random.Random) -> Any:
+    """A copy of plain values and tensors with one to three things in it changed."""
+    value = copy.deepcopy(value)
+    for _ in range(draw.randint(1, 3)):
+        value = _mutate(value, draw)
+    return value
+
+
+def _mutate(value: Any, draw: random.Random) -> Any:
+    inner = [key for key in _keys(value) if not isinstance(value, str)]
+    if inner and draw.random() < 0.96:
+        key = draw.choice(inner)
+        if draw.random() < 0.1:
+            if isinstance(value, dict) and draw.random() < 0.3:
+                value[f"{key}x"] = value.pop(key)
+            else:
+                del value[key]
+            return value
+        value[key] = _mutate(value[key], draw)
+        return value
+    if isinstance(value, Tensor):
+        return _mutate_tensor(value, draw)
+    if isinstance(value, str) and value and draw.random() < 0.7:
+        return _mutate_text(value, draw)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and draw.random() < 0.5:
+        return draw.choice([-value, value + 1, value * 2, value * 1000, value / 2, str(value)])
+    return copy.deepcopy(draw.choice(JUNK))
+
+
+def _keys(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value)
+    return list(range(len(value))) if isinstance(value, list) else []
+
+
+def _mutate_text(text: str, draw: random.Random) -> str:
+    if text[:1] == "{" and draw.random() < 0.8:  # JSON within: what it says is changed rather than how
+        return json.dumps(_mutate(json.loads(text), draw))
+    place = draw.randrange(len(text))
+    return draw.choice(
+        [text[:place], text[:place] + text[place + 1 :], text[:place] + draw.choice('"{}[],:.-0x') + text[place:]]
+    )
+
+
+def _mutate_tensor(tensor: Tensor, draw: random.Random) -> Any:
+    changes: list[Callable[[], Any]] = [
+        lambda: tensor[:-1] if tensor.dim() else tensor.reshape(1),
+        lambda: tensor.unsqueeze(0),
+        lambda: tensor.flatten(),
+        lambda: tensor.to(draw.choice([torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.int64])),
+        lambda: torch.full_like(tensor, draw.choice([0, 1, 127])),
+        lambda: -tensor if tensor.dtype is not torch.uint8 else 255 - tensor,
+        lambda: torch.randint(0, 100, tensor.shape).to(tensor.dtype),
+        lambda: torch.full_like(tensor, math.nan) if tensor.is_floating_point() else tensor + 1,
+        lambda: torch.empty(0, dtype=tensor.dtype),
+        lambda: None,
+        lambda: tensor.tolist(),
+    ]
+    return draw.choice(changes)()
+
+
+def with_wrong_bytes(content: bytes, draw: random.Random) -> bytes:
+    place = draw.randrange(len(content))
+    if draw.random() < 0.3:
+        return content[:place]
+    return content[:place] + bytes([draw.randrange(256)]) + content[place + 1 :]
+
+
+# ---- what is done with it ----
+
+
+class Target:
+    """One kind of file: a good one, and what a person would do with it."""
+
+    def attempt(self, draw: random.Random) -> Outcome:
+        """Try a damaged one; anything but our own errors is for the caller."""
+        raise NotImplementedError
+
+
+class Plans(Target):
+    """Read, printed, trained with."""
+
+    def __init__(self) -> None:
+        self._model = make_model()
+        self._good = BAOC(self._model, warmup=1, memory=0.5).plan.to_json()
+        backward(self._model, 0)
+
+    def attempt(self, draw: random.Random) -> Outcome:
+        text = (
+            json.dumps(mutated(json.loads(self._good), draw)) if draw.random() < 0.7 else _mutate_text(self._good, draw)
+        )
+        try:
+            plan = Plan.from_json(text)
+            plan.table(wide=True)
+            str(plan)
+            optimizer = BlockOptimizer(self._model, plan=plan, lr=0.0)
+            if draw.random() < 0.2:
+                optimizer.step()
+        except (PlanError, ConfigurationError):
+            return REFUSED
+        assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+        return HARMLESS
+
+
+class Profiles(Target):
+    """Read, and planned from in both spaces."""
+
+    def __init__(self) -> None:
+        model = make_model()
+        profiler = baoc.Profiler(model)
+        for step in range(3):
+            backward(model, step)
+            profiler.observe()
+        self._folder = tempfile.TemporaryDirectory()
+        self._path = Path(self._folder.name, "a.profile")
+        profiler.profile().save(self._path)
+        self._bytes = self._path.read_bytes()
+        self._good = torch.load(io.BytesIO(self._bytes), weights_only=True)
+
+    def attempt(self, draw: random.Random) -> Outcome:
+        if draw.random() < 0.2:
+            self._path.write_bytes(with_wrong_bytes(self._bytes, draw))
+        else:
+            torch.save(mutated(self._good, draw), self._path)
+        try:
+            profile = Profile.load(self._path)
+            baoc.make_plan(profile, 0.5, space=draw.choice(["measured", "paper"]))
+        except (ProfileError, PlanError):
+            return REFUSED
+        return HARMLESS
+
+
+class Checkpoints(Target):
+    """Loaded into an optimizer that has been training, which must be as it was if it is refused, and go on if not."""
+
+    def __init__(self) -> None:
+        settings = ({"warmup": 2}, {"warmup": 20, "space": "paper"}, {"warmup": 2, "space": "paper", "replan_every": 2})
+        self._cases = [self._case(given) for given in settings]
+
+    @staticmethod
+    def _case(settings: dict[str, Any]) -> tuple[BAOC, Any, Any]:
+        """An optimizer, what it holds, and a checkpoint of the same run from before."""
+        model = make_model()
+        optimizer = BAOC(model, lr=1e-3, memory=0.6, **settings)
+        saved = []
+        for step in range(4):
+            backward(model, step)
+            optimizer.step()
+            saved.append(copy.deepcopy(optimizer.state_dict()))
+        optimizer.load_state_dict(saved[-1])  # which brings blocks into the order of parameters
+        return optimizer, copy.deepcopy(optimizer.state_dict()), saved[-2]
+
+    def attempt(self, draw: random.Random) -> Outcome:
+        optimizer, held, good = draw.choice(self._cases)
+        try:
+            optimizer.load_state_dict(mutated(good, draw))
+        except CheckpointError:
+            _check_same(optimizer.state_dict(), held)
+            return REFUSED
+        try:
+            optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        finally:
+            optimizer.load_state_dict(copy.deepcopy(held))
+            for group, before in zip(optimizer.param_groups, held["param_groups"]):
+                for key in group.keys() - before.keys():  # unknown ones are others' business, and stay
+                    del group[key]
+        return HARMLESS
+
+
+def _check_same(left: Any, right: Any, place: str = "") -> None:
+    if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
+        for key in left:
+            _check_same(left[key], right[key], f"{place}.{key}")
+    elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        for index, (one, other) in enumerate(zip(left, right)):
+            _check_same(one, other, f"{place}.{index}")
+    else:
+        is_same = torch.equal(left, right) if isinstance(left, Tensor) else left == right
+        assert is_same, f"a refused checkpoint has changed {place}"
+
+
+TARGETS: dict[str, type[Target]] = {"plans": Plans, "profiles": Profiles, "checkpoints": Checkpoints}
+
+
+def run(times: int, seed: int = 0, names: list[str] | None = None) -> dict[str, Any]:
+    """``times`` mutations of each kind: how many were refused, how many harmless, and what went wrong."""
+    found: dict[str, Any] = {}
+    for name in names or TARGETS:
+        target, outcomes = TARGETS[name](), Counter[str]()
+        wrong: dict[str, str] = {}
+        for number in range(times):
+            draw = random.Random(f"{seed} {name} {number}")
+            torch.manual_seed(number)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    outcomes[target.attempt(draw)] += 1
+            except Exception as error:  # whatever is not ours is a finding
+                outcomes["wrong"] += 1
+                wrong.setdefault(f"{type(error).__name__}: {str(error)[:160]}", f"{name} {number}")
+        found[name] = dict(outcomes)
+        found[f"{name}: findings"] = [f"{place}: {error}" for error, place in wrong.items()]
+    return found

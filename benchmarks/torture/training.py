@@ -1,0 +1,89 @@
+"""A small training script that follows the recipe of docs/checkpoints.md, in several scenarios."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from baoc import BAOC
+from baoc.core.files import replaced
+
+STEPS, SAVE_EVERY = 26, 2
+REPLANNED_AT, SMALLER = 15, 0.4
+WIDTH, WORDS = 32, 60
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is trained, and by how many."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    ranks: int = 1
+
+
+SCENARIOS = {
+    "measured": Scenario({"warmup": 5, "replan_every": 4}),
+    "paper, settle": Scenario({"warmup": 100, "settle": 100.0, "space": "paper", "memory": 0.6}),
+    "bf16": Scenario({"warmup": 5, "space": "paper", "replan_every": 6, "memory": 0.6}, torch.bfloat16),
+    "2 ranks": Scenario({"warmup": 5, "replan_every": 4}, ranks=2),
+}
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Matrices that are large enough for every codec, and few of them."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))]
+    return nn.Sequential(nn.Embedding(4 * WORDS, WIDTH), *layers, nn.Linear(WIDTH, 4 * WORDS)).to(dtype)
+
+
+def backward(model: nn.Module, step: int, rank: int = 0) -> None:
+    """The gradients of a step: a function of its number, so the data need no state of their own."""
+    words = torch.randint(4 * WORDS, (WORDS,), generator=torch.Generator().manual_seed(1000 * rank + step))
+    nn.functional.cross_entropy(model(words).float(), 7 * words % (4 * WORDS)).backward()
+
+
+def train(folder: Path, scenario: Scenario, rank: int = 0) -> None:
+    """From the last checkpoint in a folder, or from the start, to the end; then write down how it ended."""
+    torch.set_num_threads(1)
+    core = make_model(scenario.dtype)
+    model = core
+    if scenario.ranks > 1:
+        meeting = f"file://{folder}/meeting-{os.getppid()}-{os.environ['LIFE']}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=scenario.ranks)
+        model = DistributedDataParallel(core)
+    optimizer = BAOC(core, lr=3e-3, **({"memory": 0.5} | scenario.settings))
+    path = folder / "run.pt"
+    step = 0
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        core.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        step = saved["step"]
+    while step < STEPS:
+        if step == REPLANNED_AT:
+            optimizer.replan(memory=SMALLER)
+        backward(model, step, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % SAVE_EVERY == 0 and rank == 0:
+            with replaced(path) as file:
+                torch.save({"model": core.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, file)
+    (folder / f"end-{rank}.json").write_text(json.dumps({"weights": _digest(core), "plan": optimizer.plan.to_json()}))
+    if scenario.ranks > 1:
+        dist.destroy_process_group()
+
+
+def _digest(model: nn.Module) -> str:
+    parts = [param.detach().contiguous().view(torch.uint8).numpy().tobytes() for param in model.parameters()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()

@@ -1,0 +1,385 @@
+"""``BAOC``: the optimizer that configures itself (Alg. 1): it warms up, plans, moves its state over and goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from baoc.configurator import agreement
+from baoc.configurator.resumable import Resumable
+from baoc.configurator.resume import Progress
+from baoc.configurator.warmup import Diagnostics, fitting_sampler
+from baoc.configurator.wishes import WARMUP, Wishes, is_count, is_number
+from baoc.core.configuration import Configuration
+from baoc.core.mechanisms import known_settings
+from baoc.core.plan import Block, Plan, PlanError, is_per_rank
+from baoc.core.roles import role_of
+from baoc.core.spec import DEFAULT_BETAS, Hyper, real_shape
+from baoc.core.text import human_bytes
+from baoc.optim import checkpoint, groups
+from baoc.optim.groups import Group, Member
+from baoc.optim.optimizer import REHEARSER, is_called_by
+from baoc.planning import risk as risks
+from baoc.planning.planner import DEFAULT_MEMORY, Planner
+from baoc.planning.settings import Settings
+from baoc.profiling.coordinates import RATIO
+from baoc.profiling.facts import Facts, TokenCounter
+from baoc.profiling.profile import Profile
+
+logger = logging.getLogger("baoc")
+
+_REPORT_EVERY = 10
+_SAMPLES_SHARE = 0.1  # of the budget, at most, in a warm-up whose plan can do without
+_KEPT_SHARE = 0.01  # likewise, after it
+
+
+class BAOC(Resumable):
+    """An optimizer within a budget. The training loop does not change.
+
+    Args:
+        params: a module, ``model.parameters()``, ``model.named_parameters()``, or param groups. A module or names give
+            the structural scan its boundaries; bare parameters are one unit per tensor.
+        lr, betas, eps, weight_decay, maximize: as in ``torch.optim.AdamW``.
+        memory: the budget for state: a share of AdamW16's (0.5 or "50%"), bytes (an int), a size ("1.5GiB"), 0.0 for
+            the cheapest plan there is, or "auto" for the smallest that is expected to be as good as any, within
+            ``tolerance`` percent of loss. It holds from the first step on, the sampler included. Of sharded parameters
+            it is what all ranks hold together, so that the plan does not depend on their number, or, with "2GiB/rank",
+            what the fullest may hold.
+        time: how long a training step may become, relative to one with AdamW16; ``math.inf`` lifts it. It is estimated
+            from the operations of a step, never timed. In the paper's space, the mean of update-time ratios.
+        warmup: steps before the plan is made, whose gradients are sampled.
+        warmup_base: what the warm-up runs on; by default the best plan that can be made without gradients. The paper's
+            is "adamw-16", which breaks a budget below 1.
+        sample_ratio, seed: which share of each tensor is followed, and which coordinates. Fewer are where the budget
+            has no room, or none; then the plan that is made without gradients stays.
+        settle: end the warm-up early once the normalised diagnostics change by less than this in ten steps, on average.
+        replan_every: make a new plan every so many steps; sampling then goes on. A plan that cannot be made at its
+            moment is logged and tried again after as many steps (without ``replan_every``, after another ``warmup``);
+            until then training goes on with the plan it has.
+        kernel: as in :class:`BlockOptimizer`.
+        process_group: the ranks that train the same model, by default all; the first of them plans for all.
+        settings: those of :class:`~baoc.planning.planner.Settings`, such as ``space``, ``regime``, ``forbid`` or
+            ``prefer``, and those that belong to mechanisms, as in :class:`BlockOptimizer`.
+
+    A checkpoint carries all of this. Where the script that loads it asks for the same as the one that began, the run
+    goes on as it was, with what ``replan`` has changed since; where it asks for something else, it gets that at the
+    next step.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+        >>> optimizer = BAOC(model, lr=1e-3, memory=0.8, warmup=3)
+        >>> for _ in range(4):
+        ...     model(torch.randn(8, 64)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> optimizer.plan.state_bytes <= 0.8 * optimizer.plan.reference_bytes
+        True
+    """
+
+    _plans_later = True
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = DEFAULT_BETAS,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        memory: float | int | str = DEFAULT_MEMORY,
+        time: float | None = None,
+        warmup: int = WARMUP,
+        warmup_base: Plan | Configuration | str | None = None,
+        sample_ratio: float = RATIO,
+        seed: int = 0,
+        settle: float | None = None,
+        replan_every: int | None = None,
+        maximize: bool = False,
+        kernel: str = "auto",
+        process_group: agreement.Group = None,
+        **settings: Any,
+    ) -> None:
+        own = {name: settings.pop(name) for name in known_settings() if name in settings}
+        asked = Wishes(memory, time, warmup, settle, replan_every, Settings.of("BAOC", settings))
+        if not is_count(seed, at_least=0):
+            raise ValueError(f"seed is {seed!r}; it must be a whole number of at least 0.")
+        if not is_number(sample_ratio):
+            raise ValueError(f"the sampling ratio is {sample_ratio!r}; it must be a number above 0 and at most 1.")
+        self._asked = self._wishes = asked
+        self._group = process_group
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, kernel=kernel, **own)
+        self._facts = Facts.of(params if isinstance(params, nn.Module) else self._params())
+        self._module = self._tokens = None
+        if isinstance(params, nn.Module) and asked.settings.tokens is None:
+            self._module, self._tokens = weakref.ref(params), TokenCounter(params)
+        self._names = [member.name for member in self.members()]
+        self._sampler = fitting_sampler(
+            self._params(), self._room_for_samples(warmup_base is not None), sample_ratio, seed, betas
+        )
+        is_final = self._sampler is None and warmup_base is None  # there is nothing to wait for
+        self._progress = Progress(since_plan=0 if is_final else None)
+        self._agreed = False
+        best, _ = self._best_plan(None, asked)  # made in any case: a budget that cannot be kept is refused here
+        self._adopt(best if warmup_base is None else warmup_base, inherit=False)
+        samples = human_bytes(self._sampler.nbytes) if self._sampler else "nothing"
+        logger.info("%s of state, and %s for samples", human_bytes(self.plan.state_bytes), samples)
+
+    def replan(
+        self,
+        memory: float | int | str | None = None,
+        time: float | None = None,
+        *,
+        profile: Profile | None = None,
+        inherit: bool = True,
+        **settings: Any,
+    ) -> Plan:
+        """Make and adopt a new plan now: another budget, other settings, or newer gradients.
+
+        What is not given stays as it was. State is inherited; ``inherit=False`` restarts it. With several ranks, all
+        must call it.
+        """
+        changed = self._wishes.changed("replan", memory, time, settings)
+        plan, keeps_samples = self._decided_plan(
+            profile or self.profile, changed, needs_profile=_needs_samples(changed)
+        )
+        self._wishes = changed
+        self._adopt(plan, inherit=inherit, keeps_samples=keeps_samples)
+        return self.plan
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As in torch. The budget holds for all parameters: those that there are make room for the new ones.
+
+        A group without a ``configuration`` is planned with the rest, unless plans need samples, which it has none of.
+        """
+        if "_progress" not in self.__dict__:  # torch's constructor
+            super().add_param_group(param_group)
+            checkpoint.reserve(self.param_groups, checkpoint.PLANNER)
+            return
+        plan, names, facts = self.plan, self._names, self._facts
+        given = self._plan_given
+        super().add_param_group(param_group)
+        self._plan_given = given
+        new = {member.name: real_shape(member.param) for member in self.members() if member.name not in plan}
+        try:
+            if "configuration" not in param_group and not _needs_samples(self._wishes):
+                roles = {name: role_of(shape, name) for name, shape in new.items()}
+                self._names, self._facts = [*names, *new], dataclasses.replace(facts, roles={**facts.roles, **roles})
+            elif self._held_bytes() <= self._budget(self._wishes):
+                return
+            best, keeps_samples = self._best_plan(self.profile, self._wishes)
+            self._adopt(best, inherit=True, keeps_samples=keeps_samples)
+        except PlanError as error:
+            del self.param_groups[-1]
+            self._plan, self._names, self._facts = plan, names, facts
+            raise PlanError(f"there is no room for the {len(new)} parameters of another group: {error}") from error
+        finally:
+            self._agreed = False
+
+    # ---- plans ----
+
+    def _planner(self, profile: Profile | None, wishes: Wishes) -> Planner:
+        shapes = {name: shape for name, shape in self._shapes().items() if name in set(self._names)}
+        rows = self._rows_per_rank() if is_per_rank(wishes.memory) else {}
+        return Planner(shapes, profile, self._hyper(), wishes.settings, self._facts, rows)
+
+    def _budget(self, wishes: Wishes) -> int:
+        return self._planner(None, wishes).budget(wishes.memory, wishes.time)
+
+    def _room_for_samples(self, is_base_given: bool) -> int:
+        planner, wishes = self._planner(None, self._wishes), self._wishes
+        budget = planner.budget(wishes.memory, wishes.time)
+        room = budget - planner.least_bytes(wishes.time)
+        is_needed = _needs_samples(wishes) or is_base_given
+        return room if is_needed else min(room, int(_SAMPLES_SHARE * budget))
+
+    def _held_bytes(self) -> int:
+        return self._state_bytes(self.plan.blocks, self._wishes) + (self._sampler.nbytes if self._sampler else 0)
+
+    def _state_bytes(self, blocks: Sequence[Block], wishes: Wishes) -> int:
+        """What some blocks hold, on all ranks or on one, as the budget is meant."""
+        plan = Plan(tuple(blocks), rows=self._rows_per_rank())
+        return plan.state_bytes_per_rank if is_per_rank(wishes.memory) else plan.state_bytes
+
+    def _best_plan(self, profile: Profile | None, wishes: Wishes) -> tuple[Plan, bool]:
+        """The plan of least risk in what the budget leaves, and whether samples have room beside it.
+
+        While they are of use, or cost next to nothing, the plan makes room for them, if it can.
+        """
+        planner = self._planner(profile, wishes)
+        later = self._later_blocks()
+        taken = self._state_bytes(later, wishes)
+        samples = self._sampler.nbytes if self._sampler else 0
+        budget = planner.budget(wishes.memory, wishes.time)
+        is_worth_it = self._is_sampling(wishes) or _needs_samples(wishes) or samples <= _KEPT_SHARE * budget
+        plan, keeps = None, samples > 0
+        if keeps and is_worth_it:
+            with contextlib.suppress(PlanError):  # samples are not worth a budget that cannot be kept
+                plan = planner.plan(wishes.memory, wishes.time, taken=taken + samples)
+        if plan is None:
+            plan = planner.plan(wishes.memory, wishes.time, taken=taken)
+            keeps = 0 < samples <= budget - taken - self._state_bytes(plan.blocks, wishes)
+        return dataclasses.replace(plan, blocks=(*plan.blocks, *later)), keeps
+
+    def _decided_plan(self, profile: Profile | None, wishes: Wishes, *, needs_profile: bool) -> tuple[Plan, bool]:
+        """The best plan as the first rank sees it."""
+
+        def decide() -> tuple[str, bool]:
+            if profile is None and needs_profile:
+                raise RuntimeError(
+                    "there is no profile to plan from: no finite gradient was sampled, or what was sampled was given "
+                    "up for room. Pass profile=, or set replan_every so that sampling goes on."
+                )
+            plan, keeps_samples = self._best_plan(profile, wishes)
+            return plan.to_json(), keeps_samples
+
+        text, keeps_samples = agreement.first_decides(decide, self._group)
+        return Plan.from_json(text), keeps_samples
+
+    def _adopt(self, plan: Plan | Configuration | str, *, inherit: bool, keeps_samples: bool = True) -> None:
+        if not keeps_samples and self._sampler is not None:  # make room before state moves
+            self._hide_samples()
+            self._sampler = None
+            logger.info("there is no room to keep the samples of the warm-up beside the plan")
+        self.set_plan(plan, inherit=inherit)
+        self._plan_given = False  # a checkpoint's plan knows more than this process, and is taken over
+
+    def _plan_now(self, *, only_if_other: bool = False) -> None:
+        """Make a plan as the training goes. If there is none, the one there is stays, and it is tried again."""
+        needs_profile = self._sampler is not None and _needs_samples(self._wishes)
+        try:
+            plan, keeps_samples = self._decided_plan(self.profile, self._wishes, needs_profile=needs_profile)
+        except Exception as error:
+            self._progress = dataclasses.replace(self._progress, failed=True)
+            logger.warning(
+                "no plan could be made, so training goes on with the one it has, and it is tried again in %d steps: %s",
+                self._wishes.replan_every or self._wishes.warmup,
+                error,
+                exc_info=not isinstance(error, (PlanError, RuntimeError)),
+            )
+            return
+        self._progress = dataclasses.replace(self._progress, failed=False)
+        ours = self.plan
+        if only_if_other and all(ours.block_of(n).configuration == b.configuration for n, b in plan.by_parameter):
+            return
+        self._adopt(plan, inherit=True, keeps_samples=keeps_samples)
+        logger.info("planned %d blocks with %s of state", len(plan.blocks), human_bytes(plan.state_bytes))
+
+    def _hyper(self) -> Hyper:
+        """The first group's settings, with the largest decay: what decay risks counts if any group has some."""
+        hypers = [groups.hyper(group, f"param group {index}") for index, group in enumerate(self.param_groups)]
+        return dataclasses.replace(hypers[0], weight_decay=max(hyper.weight_decay for hyper in hypers))
+
+    def _later_blocks(self) -> list[Block]:
+        """Of parameters that joined with a configuration of their own."""
+        planned = set(self._names)
+        return [block for block in self.plan.blocks if not block.parameters.keys() & planned]
+
+    # ---- steps ----
+
+    def _before_step(self) -> None:
+        if (self._agreed and not self._progress.stale) or is_called_by(REHEARSER):
+            return
+        if not self._agreed:
+            self._agree()
+        if self._progress.stale:
+            self._progress = dataclasses.replace(self._progress, stale=False)
+            self._plan_now()
+
+    def _before_update(self, stepping: Sequence[Member]) -> None:
+        if not stepping:
+            return
+        self._progress = self._progress.stepped()
+        if self._sampler is None:
+            return
+        if self._is_sampling(self._wishes):
+            if not self._sampler.observe(self._params()):
+                skipped = self._sampler.skipped
+                logger.warning("skipped the samples of a step with non-finite gradients (%d so far)", skipped)
+            elif self._progress.since_plan is None and self._progress.steps % _REPORT_EVERY == 0:
+                logger.info("warm-up: step %d of %d", self._progress.steps, self._wishes.warmup)
+        self._show_samples()
+
+    def _after_update(self) -> None:
+        if not self._progress.steps:
+            return
+        if self._tokens is not None:
+            self._count_tokens(self._tokens)
+        if self._is_due():
+            self._progress = dataclasses.replace(self._progress, since_plan=0)
+            self._plan_now()
+
+    def _is_due(self) -> bool:
+        steps, since, wishes = self._progress.steps, self._progress.since_plan, self._wishes
+        if since is None:
+            return steps >= wishes.warmup or self._has_settled()
+        interval = wishes.replan_every or (wishes.warmup if self._progress.failed else None)
+        return interval is not None and since >= interval
+
+    def _is_sampling(self, wishes: Wishes) -> bool:
+        if self._sampler is None:
+            return False
+        return self._progress.since_plan is None or wishes.replan_every is not None or self._progress.failed
+
+    def _count_tokens(self, counter: TokenCounter) -> None:
+        """After the first step: how long a step is decides what an update may cost."""
+        tokens = agreement.from_first(self._over_shards(counter.stop()), self._group)
+        self._facts, self._tokens = self._facts.with_tokens(tokens), None
+        if not _needs_samples(self._wishes) and tokens is not None and "expected_loss" in self.plan.settings:
+            self._plan_now(only_if_other=True)
+
+    def _over_shards(self, tokens: int | None) -> int | None:
+        """Ranks that share an update share the data that it is for: their tokens are one step's."""
+        sharded = next((member for member in self.members() if member.place.ranks is not None), None)
+        if sharded is None:
+            return tokens
+        return int(sharded.place.sum(torch.tensor(tokens or 0, device=sharded.param.device))) or None
+
+    def _has_settled(self) -> bool:
+        settle, steps = self._wishes.settle, self._progress.steps
+        if settle is None or steps % _REPORT_EVERY:
+            return False
+        change, profile = float("inf"), self.profile
+        if profile is not None:
+            now = Diagnostics(profile, self._hyper(), self._wishes.settings.anchors)
+            change = now.change_since(self._progress.diagnostics)
+            self._progress = dataclasses.replace(self._progress, diagnostics=now.table)
+        has_settled = agreement.from_first(change < settle, self._group)
+        if has_settled:
+            logger.info("the diagnostics have settled after %d steps", steps)
+        return has_settled
+
+    # ---- ranks ----
+
+    def _agree(self) -> None:
+        """All ranks must train one model by the same wishes; what they found out for themselves is the first one's."""
+        self._agreed = True
+        if not agreement.is_one_of_many(self._group):
+            return
+        named = [f"{member.name} of {member.shape}" for member in self.members()]
+        wishes = [f"{key}={value!r}" for key, value in self._wishes.plain().items()]
+        numbers = [
+            f"{key}={group[key]!r} in param group {index}"
+            for index, group in enumerate(self.param_groups)
+            for key in sorted(self.defaults)
+            if key in group and not isinstance(group[key], Tensor)
+        ]
+        progress = [f"{self._progress.steps} steps behind it", f"samples: {self._sampler is not None}"]
+        agreement.check_alike(
+            {"parameters": named, "settings": wishes, "hyper-parameters": numbers, "progress": progress}, self._group
+        )
+        text = self.plan.to_json()
+        self._facts, first_plan = agreement.from_first((self._facts, text), self._group)
+        if first_plan != text:
+            self._adopt(Plan.from_json(first_plan), inherit=True)
+
+
+def _needs_samples(wishes: Wishes) -> bool:
+    """Whether plans are made from sampled gradients."""
+    return wishes.settings.chosen_risk != risks.MEASURED

@@ -1,4 +1,4 @@
-"""``baoc estimate``: the paper's figures, the ways to name a model, and what a person reads when it goes wrong."""
+"""``baoc fit --states``: the paper's figures, the ways to name a model, and what a person reads when it goes wrong."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ TINY_UNET = {
 def run_json(*arguments: str) -> dict[str, Any]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert main(["estimate", *arguments, "--json"]) == 0
+        assert main(["fit", "--states", *arguments, "--json"]) == 0
     content: dict[str, Any] = json.loads(out.getvalue())
     return content
 
@@ -118,7 +118,7 @@ def test_gives_the_papers_figure_to_the_last_digit(model: str, alias: str) -> No
 
 
 def test_the_papers_models_are_all_there() -> None:
-    assert list(MODELS) == list(PAPER)
+    assert set(PAPER) <= set(MODELS)
 
 
 @pytest.mark.parametrize("model, tied", [("gpt2-small", 124_439_808), ("llama-3.2-1b", 1_235_814_400)])
@@ -138,6 +138,7 @@ def test_json_has_what_a_program_needs() -> None:
         "tensors": 146,
         "excluded": ["transformer.ln_f.weight", "transformer.ln_f.bias"],
         "world_size": 1,
+        "fsdp": False,
         "reference": "adamw[m=bf16,v=bf16]",
         "reference_bytes": 498_232_320,
     }
@@ -224,7 +225,7 @@ def test_a_shard_is_as_small_as_its_whole_tensor() -> None:
 
 
 def test_world_size_adds_a_column(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "vit", "--world-size", "4", "--configuration", "adamw-16"]) == 0
+    assert main(["fit", "vit", "--world-size", "4", "--fsdp", "--configuration", "adamw-16"]) == 0
     out = capsys.readouterr().out
     assert "over 4 ranks" in out
     assert "per rank" in out
@@ -233,20 +234,20 @@ def test_world_size_adds_a_column(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("size", ["0", "-2", "many", "1.5"])
 def test_world_size_is_a_positive_number(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert repr(size) in run_error(capsys, "estimate", "vit", f"--world-size={size}")
+    assert repr(size) in run_error(capsys, "fit", "--states", "vit", f"--world-size={size}")
 
 
 # Choosing tensors and configurations
 
 
 def test_excluding_nothing_is_an_error_that_shows_close_names(capsys: pytest.CaptureFixture[str]) -> None:
-    message = run_error(capsys, "estimate", "vit", "--exclude", "norm.*", "--exclude", "pos_embedding")
+    message = run_error(capsys, "fit", "--states", "vit", "--exclude", "norm.*", "--exclude", "pos_embedding")
     assert "'pos_embedding'" in message
     assert "pos_embed," in message
 
 
 def test_excluding_everything_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no parameters" in run_error(capsys, "estimate", "vit", "--exclude", "*")
+    assert "no parameters" in run_error(capsys, "fit", "--states", "vit", "--exclude", "*")
 
 
 def test_excluded_tensors_keep_their_order() -> None:
@@ -263,7 +264,7 @@ def test_configurations_outside_the_catalog() -> None:
 
 
 def test_a_wrong_configuration_is_an_error_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Did you mean 'adamw'?" in run_error(capsys, "estimate", "vit", "--configuration", "adanw-8")
+    assert "Did you mean 'adamw'?" in run_error(capsys, "fit", "--states", "vit", "--configuration", "adanw-8")
 
 
 def test_sorting_by_state() -> None:
@@ -280,13 +281,14 @@ def test_the_table_says_what_was_left_out(tmp_path: Path, capsys: pytest.Capture
         "    model.patch_embed.requires_grad_(False)\n"
         "    return model\n"
     )
-    assert main(["estimate", f"{source}:build", "--exclude", "*.bias"]) == 0
+    assert main(["fit", "--states", f"{source}:build", "--exclude", "*.bias"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines[3:])
     assert lines[0] == f"{source}:build (ViT): 10,627,968 parameters in 40 tensors"
     assert lines[1].startswith("excluded: 25,738 parameters in 38 tensors, blocks.0.norm1.bias, ")
     assert lines[1].endswith(" and 34 more")
     assert lines[2] == "frozen, so without state: 295,296 parameters in 2 tensors"
-    assert lines[4].split() == ["configuration", "short", "name", "state", "of", "AdamW16", "bytes/parameter"]
+    assert lines[4].split() == ["configuration", "state", "of", "AdamW16", "bytes", "each"]
     assert len(lines) == 6 + len(CATALOG) + len(BEYOND)
 
 
@@ -355,7 +357,7 @@ def test_a_function_is_called_on_the_meta_device(functions: Path) -> None:
 def test_a_function_that_is_not_right(
     functions: Path, name: str, parts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = run_error(capsys, "estimate", f"{functions}{name}")
+    message = run_error(capsys, "fit", "--states", f"{functions}{name}")
     for part in parts:
         assert part in message
 
@@ -363,20 +365,20 @@ def test_a_function_that_is_not_right(
 def test_a_file_that_does_not_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "broken.py"
     path.write_text("import no_such_package\n")
-    message = run_error(capsys, "estimate", f"{path}:build")
+    message = run_error(capsys, "fit", "--states", f"{path}:build")
     assert "cannot be imported (line 1): ModuleNotFoundError: No module named 'no_such_package'" in message
 
 
 @pytest.mark.parametrize("path", ["missing.py:build", "./missing.json", "/no/such/folder"])
 def test_a_file_that_is_not_there(path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "there is no file" in run_error(capsys, "estimate", path)
+    assert "there is no file" in run_error(capsys, "fit", "--states", path)
 
 
 @pytest.mark.parametrize(
-    "name, close", [("gpt2", "gpt2-small"), ("t5-bse", "t5-base"), ("meta-llama/Llama-3.2-1B", "llama-3.2-1b")]
+    "name, close", [("gpt2-smal", "gpt2-small"), ("t5-bse", "t5-base"), ("meta-llama/Llama-3.2-1B", "llama-3.2-1b")]
 )
 def test_an_unknown_name_suggests_close_ones(name: str, close: str, capsys: pytest.CaptureFixture[str]) -> None:
-    message = run_error(capsys, "estimate", name)
+    message = run_error(capsys, "fit", "--states", name)
     assert repr(name) in message
     assert f"Did you mean {close}" in message
     assert all(known in message for known in MODELS)
@@ -426,19 +428,19 @@ def test_a_diffusers_config(tmp_path: Path) -> None:
 def test_a_config_that_is_not_right(
     tmp_path: Path, content: object, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert part in run_error(capsys, "estimate", str(write_config(tmp_path, content)))
+    assert part in run_error(capsys, "fit", "--states", str(write_config(tmp_path, content)))
 
 
 def test_a_config_that_is_not_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text("{")
-    assert "is not JSON" in run_error(capsys, "estimate", str(path))
+    assert "is not JSON" in run_error(capsys, "fit", "--states", str(path))
 
 
 def test_a_folder_without_a_config_points_to_its_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "unet").mkdir()
     write_config(tmp_path / "unet", TINY_UNET)
-    message = run_error(capsys, "estimate", str(tmp_path))
+    message = run_error(capsys, "fit", "--states", str(tmp_path))
     assert "has no config.json" in message
     assert str(tmp_path / "unet") in message
 
@@ -448,7 +450,7 @@ def test_a_missing_package_says_how_to_get_it(
     package: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    message = run_error(capsys, "estimate", model)
+    message = run_error(capsys, "fit", "--states", model)
     assert package in message
     assert "pip install 'baoc[models]'" in message
 
@@ -493,7 +495,7 @@ def test_vit_refuses_sizes_that_do_not_divide(sizes: dict[str, int], part: str) 
 # The command itself
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["estimate", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["fit", "--help"], ["--version"]])
 def test_help_is_there(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -501,20 +503,20 @@ def test_help_is_there(arguments: list[str], capsys: pytest.CaptureFixture[str])
     assert "baoc" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["estimat"], ["estimate"], ["estimate", "vit", "--jsn"]])
+@pytest.mark.parametrize("arguments", [["fitt"], ["fit"], ["fit", "vit", "--jsn"]])
 def test_a_mistyped_command_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "--help" in run_error(capsys, *arguments)
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "estimate" in capsys.readouterr().err
+    assert "will it fit?" in capsys.readouterr().err
 
 
 def test_help_does_not_load_model_libraries() -> None:
     code = (
         "import sys, contextlib, baoc.cli\n"
-        "with contextlib.suppress(SystemExit): baoc.cli.main(['estimate', '--help'])\n"
+        "with contextlib.suppress(SystemExit): baoc.cli.main(['fit', '--help'])\n"
         "sys.exit(not {'transformers', 'diffusers'}.isdisjoint(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
@@ -527,7 +529,7 @@ def test_the_package_runs_as_the_command() -> None:
 
 
 def test_output_survives_a_reader_that_leaves() -> None:
-    code = "import sys, baoc.cli; sys.exit(baoc.cli.main(['estimate', 'vit']))"
+    code = "import sys, baoc.cli; sys.exit(baoc.cli.main(['fit', '--states', 'vit']))"
     command = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert command.stdout is not None
     command.stdout.close()

@@ -25,9 +25,10 @@ ROOMS: dict[str, set[str]] = {
     "plan": ENGINE,
     "calibrate": ENGINE,
     "configurator": ENGINE,
-    "report": ENGINE,
+    "report": {*ENGINE, "configurator"},
+    "fit": {*ENGINE, "models", "report"},
     "selfcheck": {"core", "optim"},
-    "cli": {*ENGINE, "_version", "calibrate", "models", "plan", "report", "selfcheck"},
+    "cli": {*ENGINE, "_version", "calibrate", "fit", "models", "plan", "report", "selfcheck"},
     "__main__": {"cli"},
 }
 # Within core and optim too, imports only go down.

@@ -81,7 +81,7 @@ def train(folder: Path, scenario: Scenario, rank: int = 0) -> None:
                 torch.save({"model": core.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, file)
     (folder / f"end-{rank}.json").write_text(json.dumps({"weights": _digest(core), "plan": optimizer.plan.to_json()}))
     if scenario.ranks > 1:
-        dist.destroy_process_group()
+        dist.barrier()  # and no more: taking gloo down in a forked process has been seen to hang
 
 
 def _digest(model: nn.Module) -> str:

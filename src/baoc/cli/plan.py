@@ -33,7 +33,7 @@ SOURCE is one of
   file.py:function   a function without arguments that returns (model, batches, loss_fn), or an object with .model,
                      .batches and .loss; loss_fn(model, batch) is the loss. The model is trained for a few steps.
   a profile          a file that --profile-out wrote: any other budget, without training
-  a model            with --dry-run, all that `baoc estimate` knows, such as gpt2-small"""
+  a model            with --dry-run, all that `baoc fit` knows, such as gpt2-small"""
 
 EXAMPLES = """\
 examples:

@@ -12,6 +12,7 @@ from baoc.cli import quiet
 from baoc.cli.common import UsageError
 from baoc.core.configuration import ConfigurationError
 from baoc.core.plan import PlanError
+from baoc.fit import FitError
 from baoc.models.packages import ModelError
 from baoc.planning.estimate import EstimateError
 from baoc.planning.risk import TableError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 USER_ERRORS: tuple[type[Exception], ...] = (
     ConfigurationError,
     EstimateError,
+    FitError,
     ModelError,
     PlanError,
     ProfileError,
@@ -42,7 +44,7 @@ class Command(Protocol):
     """A module with one command, or with several of a kind."""
 
     def register(self, commands: Commands) -> None:
-        """Add the parser; its default ``run`` is called with what was typed."""
+        """Add the parser; its default ``run`` is called with what was typed. It may return an exit code."""
 
 
 def run(
@@ -61,8 +63,9 @@ def run(
         parser.print_help(sys.stderr)
         return 2
     try:
-        args.run(args)
+        code = args.run(args)
         sys.stdout.flush()
+        return code or 0
     except errors as error:
         print(f"{parser.prog}: {' '.join(_text(error).split())}", file=sys.stderr)
         return 2

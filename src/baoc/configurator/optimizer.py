@@ -283,6 +283,10 @@ class BAOC(Resumable):
 
     # ---- steps ----
 
+    @property
+    def is_warming_up(self) -> bool:
+        return self._progress.since_plan is None
+
     def _before_step(self) -> None:
         if (self._agreed and not self._progress.stale) or is_called_by(REHEARSER):
             return

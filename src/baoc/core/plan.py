@@ -238,6 +238,9 @@ class Plan:
         blocks, settings = content.get("blocks"), content.get("settings", {})
         if not isinstance(blocks, list) or not isinstance(settings, dict):
             raise PlanError('the plan file is damaged: "blocks" must be a list, and "settings" an object.')
+        expected, regime = settings.get("expected_loss", 0.0), settings.get("regime", "")
+        if type(expected) not in (int, float) or not isinstance(regime, str):  # what is printed with a plan
+            raise PlanError(f"the plan file is damaged: it expects {expected!r} percent of loss, in {regime!r}.")
         return cls(tuple(_read_block(entry, index) for index, entry in enumerate(blocks)), settings)
 
     def save(self, path: str | os.PathLike[str]) -> None:

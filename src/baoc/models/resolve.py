@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from baoc.models import MODELS
+from baoc.models import ALIASES, MODELS
 from baoc.models.config_file import find_config, from_config_file
 from baoc.models.packages import ModelError
 
@@ -29,8 +29,8 @@ def resolve(model: str) -> nn.Module:
     device(type='meta')
     """
     file, colon, function = model.rpartition(":")
-    if model in MODELS:
-        build = MODELS[model]
+    if (name := ALIASES.get(model, model)) in MODELS:
+        build = MODELS[name]
     elif colon and file.endswith(".py"):
         return _from_function(Path(file), function)
     elif model.endswith(".py"):

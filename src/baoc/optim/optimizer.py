@@ -261,6 +261,11 @@ class BlockOptimizer(torch.optim.Optimizer):
         rows = self._rows_per_rank()
         return self._plan if self._plan.rows == rows else dataclasses.replace(self._plan, rows=rows)
 
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether a plan is still to be made: :class:`BAOC` makes its own after a while."""
+        return False
+
     @torch.no_grad()
     def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
         """Change configurations in the middle of training.

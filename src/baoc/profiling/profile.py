@@ -159,7 +159,7 @@ def _read_record(saved: Mapping[str, Any]) -> TensorRecord:
     _check(isinstance(record.name, str) and len(record.grid) == 3, "grid", record.grid)
     for lists, most in (
         ((record.first, record.second, record.values), min(record.numel, math.prod(record.grid))),
-        ((record.dots, record.squares), record.numel and math.inf),
+        ((record.dots, record.squares), math.inf),
     ):
         for each in lists:
             is_array = isinstance(each, np.ndarray) and each.dtype == np.float64 and each.ndim == 1

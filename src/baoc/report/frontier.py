@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baoc.core.configuration import parse
 from baoc.core.text import human_bytes, table
 from baoc.planning.planner import Planner
 from baoc.report.explain import total_risk
@@ -42,11 +43,7 @@ class Frontier:
 def frontier(planner: Planner, points: int, time: float | None = None) -> Frontier:
     """Plans from the smallest budget that can be met to twice AdamW16's state, each larger by the same factor."""
     time = planner.time_budget(time)
-    least = planner.least_bytes(time)
-    most = max(least, MOST_MEMORY * planner.reference_bytes)
-    first = min(most, max(least, most // _SMALLEST_SHARE))  # the cheapest plan may hold nothing
-    growth = (most / max(1, first)) ** (1 / max(1, points - 2))
-    budgets = sorted({least, most, *(min(most, round(first * growth**i)) for i in range(points - 1))})
+    budgets = spread(planner.least_bytes(time), MOST_MEMORY * planner.reference_bytes, points)
     found = [
         Point(
             memory_budget=plan.settings["memory_budget"],
@@ -58,6 +55,24 @@ def frontier(planner: Planner, points: int, time: float | None = None) -> Fronti
         for plan in planner.frontier(budgets, time)
     ]
     return Frontier(tuple(found), time, planner.reference_bytes)
+
+
+def spread(least: int, most: int, points: int) -> list[int]:
+    """Budgets from the least to the most, each larger than the one before by the same factor.
+
+    >>> spread(1000, 16000, 6)
+    [1000, 2000, 4000, 8000, 16000]
+    """
+    most = max(least, most)
+    first = min(most, max(least, most // _SMALLEST_SHARE))  # the cheapest plan may hold nothing
+    growth = (most / max(1, first)) ** (1 / max(1, points - 2))
+    return sorted({least, most, *(min(most, round(first * growth**i)) for i in range(points - 1))})
+
+
+def smallest_budget(planner: Planner, time: float | None = None) -> int:
+    """That of the cheapest plan, but for norms and biases: fp32 state of those costs next to nothing."""
+    vectors = [shape for block in planner.blocks for shape in block.values() if len(shape) < 2]
+    return planner.least_bytes(time) + sum(parse("adamw-32").state_bytes(shape) for shape in vectors)
 
 
 def knee(memory: Sequence[float], risk: Sequence[float]) -> int | None:

@@ -1,0 +1,187 @@
+"""A training run as a file: one line of JSON for every step that is logged and for every change of plans.
+
+Lines are objects with a ``"kind"``:
+
+- ``start``: ``format``, ``version``. The first line, and again when a run goes on in the same file;
+- ``step``: ``step``, ``loss`` (null if it was not finite), ``state_bytes``, ``phase``;
+- ``plan``: ``step``, ``plan`` as in a plan's file, ``order``: the parameters' names as the optimizer has them;
+- ``event``: ``step``, ``text``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from baoc.core.plan import Plan, PlanError
+from baoc.core.text import human_bytes
+from baoc.optim.measure import state_bytes
+from baoc.optim.optimizer import BlockOptimizer
+from baoc.report.diff import diff
+from baoc.report.explain import ReportError
+
+FORMAT, VERSION = "baoc.run", 1
+WARMUP, TRAINING = "warm-up", "training"
+
+
+class RunLog:
+    """Writes such a file. A file that is there already is continued.
+
+    >>> import tempfile, torch
+    >>> model = torch.nn.Linear(64, 64)
+    >>> optimizer = BlockOptimizer(model, lr=1e-3, plan="adamw-8")
+    >>> path = Path(tempfile.mkdtemp(), "run.jsonl")
+    >>> with RunLog(path, optimizer) as log:
+    ...     for step in range(3):
+    ...         loss = model(torch.ones(1, 64)).square().mean()
+    ...         loss.backward()
+    ...         optimizer.step()
+    ...         log.step(step, loss.item())
+    >>> run = Run.load(path)
+    >>> len(run.steps), run.steps[-1].state_bytes == optimizer.plan.state_bytes
+    (3, True)
+    """
+
+    def __init__(self, path: str | os.PathLike[str], optimizer: BlockOptimizer) -> None:
+        self._optimizer = optimizer
+        self._plan: Plan | None = None  # the last that was logged
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - lines are there when written
+        self._write("start", format=FORMAT, version=VERSION)
+
+    def step(self, step: int, loss: float, phase: str | None = None) -> None:
+        """After ``optimizer.step()``. Left out, the phase is the optimizer's own."""
+        optimizer = self._optimizer
+        if optimizer.plan != self._plan:
+            self._log_plan(step)
+        if phase is None:
+            phase = WARMUP if optimizer.is_warming_up else TRAINING
+        known = round(float(loss), 6) if math.isfinite(loss) else None
+        self._write("step", step=step, loss=known, state_bytes=state_bytes(optimizer), phase=phase)
+
+    def event(self, step: int, text: str) -> None:
+        """Anything worth a mark in the picture, such as "learning rate halved"."""
+        self._write("event", step=step, text=text)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _log_plan(self, step: int) -> None:
+        self._plan = plan = self._optimizer.plan
+        order = [member.name for member in self._optimizer.members()]
+        self._write("plan", step=step, plan=json.loads(plan.to_json()), order=order)
+
+    def _write(self, kind: str, **values: Any) -> None:
+        self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step as it was logged."""
+
+    step: int
+    loss: float | None
+    state_bytes: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as it was logged."""
+
+    steps: list[Step] = field(default_factory=list)
+    plans: list[tuple[int, Plan]] = field(default_factory=list)
+    events: list[tuple[int, str]] = field(default_factory=list)
+    order: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Run:
+        """Read a log. A last line that was not finished is left out; where a run was resumed, the newer steps count."""
+        steps: dict[int, Step] = {}
+        plans: dict[int, Plan] = {}
+        events: list[tuple[int, str]] = []
+        order: tuple[str, ...] = ()
+        resumed = False
+        for number, line in _lines(Path(path)):
+            try:
+                kind = line["kind"]
+                if kind == "start":
+                    _check_version(line)
+                    resumed = bool(steps)
+                    continue
+                step = int(line["step"])
+                if resumed:
+                    steps = {at: each for at, each in steps.items() if at < step}
+                    plans = {at: plan for at, plan in plans.items() if at < step}
+                    events = [*(event for event in events if event[0] < step), (step, "resumed")]
+                    resumed = False
+                if kind == "step":
+                    loss = None if line["loss"] is None else float(line["loss"])
+                    steps[step] = Step(step, loss, int(line["state_bytes"]), str(line["phase"]))
+                elif kind == "plan":
+                    plans[step] = Plan.from_json(json.dumps(line["plan"]))
+                    order = tuple(line["order"])
+                elif kind == "event":
+                    events.append((step, str(line["text"])))
+            except (KeyError, TypeError, ValueError, PlanError) as error:
+                raise ReportError(f"line {number} of {os.fspath(path)!r} is not one of a run's log: {error}.") from None
+        if not steps:
+            raise ReportError(f"{os.fspath(path)!r} has no steps. Call RunLog.step(step, loss) in the training loop.")
+        return cls(list(steps.values()), list(plans.items()), events, order)
+
+    def told(self) -> list[tuple[int, str]]:
+        """Everything that happened, in order: plans, migrations, steps without a finite loss, and what was logged."""
+        found = list(self.events)
+        for index, (step, plan) in enumerate(self.plans):
+            found.append((step, _migration(self.plans[index - 1][1], plan) if index else f"starts with {_size(plan)}"))
+        bad = [each.step for each in self.steps if each.loss is None]
+        found += [(step, "the loss was not finite") for step in bad[:20]]
+        return sorted(found)
+
+
+def is_run(path: Path) -> bool:
+    """Whether a file begins as a run's log does."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            first = json.loads(file.readline())
+        return isinstance(first, dict) and first.get("format") == FORMAT
+    except (OSError, ValueError):
+        return False
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            if number == len(lines):  # the process ended while it wrote
+                return
+            raise ReportError(f"line {number} of {os.fspath(path)!r} is not JSON.") from None
+        yield number, line
+
+
+def _check_version(line: dict[str, Any]) -> None:
+    if line.get("format") != FORMAT or line.get("version") != VERSION:
+        raise ValueError(f"it is {line.get('format')!r}, version {line.get('version')!r}, not {FORMAT!r}, {VERSION}")
+
+
+def _size(plan: Plan) -> str:
+    return f"{human_bytes(plan.state_bytes)} of state"
+
+
+def _migration(before: Plan, after: Plan) -> str:
+    changed = sum("configuration" in change.what for change in diff(before, after))
+    total = sum(len(block.parameters) for block in after.blocks)
+    sizes = f"{human_bytes(before.state_bytes)} to {human_bytes(after.state_bytes)}"
+    return f"new plan: state of {changed} of {total} tensors moved over, {sizes}"

@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test bench sanitize lint format clean
+.PHONY: demo test bench sanitize gpu-check lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m experiments.demo
@@ -23,6 +23,11 @@ sanitize: $(VENV)/.dev
 		--build-temp build/sanitized-objects
 	LD_PRELOAD="$$($${CC:-gcc} -print-file-name=libasan.so) $$($${CC:-gcc} -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized $(BIN)/python -m pytest tests/test_native.py -k "not install"
+
+# All that can be known of the GPU kernels without a GPU: some minutes, most of them compiling.
+gpu-check: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/test_triton.py
+	$(BIN)/python -m benchmarks.triton_kernels --output docs/results/triton_kernels.md
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

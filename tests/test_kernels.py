@@ -129,11 +129,12 @@ def test_the_choice_of_kernel_is_reported(caplog):
 
 
 def test_an_unknown_kernel_is_refused():
-    with pytest.raises(ValueError, match=r"unknown kernel 'fast'.*'auto', 'native', 'compiled', 'eager'"):
+    with pytest.raises(ValueError, match=r"unknown kernel 'fast'.*'auto', 'native', 'triton', 'compiled', 'eager'"):
         BlockOptimizer([nn.Parameter(torch.ones(4))], kernel="fast")
 
 
 def test_without_a_compiler_auto_falls_back_and_compiled_says_why(monkeypatch):
+    monkeypatch.setattr(kernels.triton, "obstacle", lambda device: "triton is not installed")
     monkeypatch.setattr(kernels, "_obstacle_to_compiling", lambda device: "no C++ compiler was found")
     kernels.choose.cache_clear()
     device = torch.device("cuda:0")

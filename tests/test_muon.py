@@ -43,12 +43,14 @@ def test_it_follows_torch_where_the_settings_agree(shape):
     )
 
 
-@pytest.mark.parametrize("shape", [(3, 16, 64), (3, 64, 16), (3, 32, 32)], ids=str)
-def test_iterations_make_singular_values_one(shape):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # bf16 is what GPUs get
+@pytest.mark.parametrize("shape", [(3, 16, 64), (3, 64, 16), (3, 32, 32), (3, 5, 9), (1, 9, 5)], ids=str)
+def test_iterations_make_singular_values_one(shape, dtype):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     left, _, right = torch.linalg.svd(x, full_matrices=False)
-    found = orthogonalised(x.clone(), POLAR_EXPRESS)
-    assert found.shape == shape and found.is_contiguous()
+    scratch = torch.empty(shape[0] * (workspace(*shape[1:]) - shape[1] * shape[2]))  # enough for either
+    found = orthogonalised(x.clone(), POLAR_EXPRESS, scratch, dtype)
+    assert found.shape == shape and found.is_contiguous() and found.dtype == torch.float32
     assert (torch.linalg.svdvals(found) - 1).abs().square().mean().sqrt() < 0.25
     assert (found * (left @ right)).sum() / found.norm() / math.sqrt(shape[0] * min(shape[1:])) > 0.98
 

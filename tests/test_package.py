@@ -28,7 +28,8 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {"core", "optim", "configurator"},
     "report": {*ENGINE, "configurator"},
     "fit": {*ENGINE, "models", "report"},
-    "cli": {*ENGINE, "_version", "calibrate", "fit", "models", "plan", "report"},
+    "selfcheck": {"core", "optim"},
+    "cli": {*ENGINE, "_version", "calibrate", "fit", "models", "plan", "report", "selfcheck"},
     "__main__": {"cli"},
 }
 # Within core and optim too, imports only go down.

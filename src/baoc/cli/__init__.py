@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baoc._version import __version__
-from baoc.cli import calibrate, diff, explain, fit, frontier, plan, program, report
+from baoc.cli import calibrate, diff, explain, fit, frontier, plan, program, report, selfcheck
 from baoc.cli.common import Parser
 
-COMMANDS = (fit, plan, explain, frontier, diff, report, calibrate)
+COMMANDS = (fit, plan, explain, frontier, diff, report, calibrate, selfcheck)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,10 +12,10 @@ from baoc.core.spec import Shape
 
 # Across the elements of a step the phase is an additive recurrence with a "plastic number" ratio, so every step rounds
 # up in the right share of elements.
-_PHASE_PER_ELEMENT = 0x609FD5
+PHASE_PER_ELEMENT = 0x609FD5
 _PHASE_PER_SLOT = 0x4F1BBD
-_PHASE_BITS = 23
-_PHASE_MASK = (1 << _PHASE_BITS) - 1
+PHASE_BITS = 23
+PHASE_MASK = (1 << PHASE_BITS) - 1
 # Across steps it takes each of 512 places once, in a shuffled order, so every element rounds up in the right share of
 # steps. A recurrence would have that too, but remembers: a number that decays by less than a code per step is what
 # earlier roundings made of it, and came out up to 4% too small.
@@ -41,8 +41,8 @@ def rounding_phase(age: int, slot_index: int) -> int:
     for factor in _SHUFFLING:
         place = place * factor & _ROUND_MASK
         place ^= place >> 4
-    phase = (place << _PHASE_BITS - _ROUND_BITS) + round_ * _PHASE_PER_ROUND + slot_index * _PHASE_PER_SLOT
-    return phase & _PHASE_MASK
+    phase = (place << PHASE_BITS - _ROUND_BITS) + round_ * _PHASE_PER_ROUND + slot_index * _PHASE_PER_SLOT
+    return phase & PHASE_MASK
 
 
 def phase_at(phase: int, element: int) -> int:
@@ -52,7 +52,7 @@ def phase_at(phase: int, element: int) -> int:
     >>> torch.equal(whole[4:], Rounding(phase_at(5, 4)).noise(0, (2,), torch.device("cpu")))
     True
     """
-    return (phase + element * _PHASE_PER_ELEMENT) & _PHASE_MASK
+    return (phase + element * PHASE_PER_ELEMENT) & PHASE_MASK
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Rounding:
         else:
             row_numel = math.prod(shape[1:])
             index = torch.arange(shape[0] * row_numel, device=device) + (self.first_row + first_row) * row_numel
-            phase = (index * _PHASE_PER_ELEMENT + self.phase) & _PHASE_MASK
-            noise = ((phase >> _PHASE_BITS - 16) & -2 * NOISE_MARGIN | NOISE_MARGIN).to(torch.int32).view(shape)
+            phase = (index * PHASE_PER_ELEMENT + self.phase) & PHASE_MASK
+            noise = ((phase >> PHASE_BITS - 16) & -2 * NOISE_MARGIN | NOISE_MARGIN).to(torch.int32).view(shape)
         if self.toward_zero is not None:
             noise = noise.masked_fill(self.toward_zero.view(shape), NOISE_MARGIN)
         return noise

@@ -40,4 +40,5 @@ def release_gradients(optimizer: BlockOptimizer) -> list[Any]:
         param.grad = None
 
     optimizer.zero_grad(set_to_none=True)
-    return [member.param.register_post_accumulate_grad_hook(step) for member in optimizer.members()]
+    params: list[Any] = [member.param for member in optimizer.members()]  # torch's hook has no types
+    return [param.register_post_accumulate_grad_hook(step) for param in params]

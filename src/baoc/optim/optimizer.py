@@ -47,7 +47,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             adamw-8"`` where it does not suit all. Without one every parameter gets ``adamw-32``, and
             ``load_state_dict`` takes over the plan of the checkpoint; with one, a checkpoint made under another plan is
             migrated.
-        kernel: ``"auto"``, ``"native"``, ``"compiled"`` or ``"eager"``; see :attr:`kernel`.
+        kernel: ``"auto"``, ``"native"``, ``"triton"``, ``"compiled"`` or ``"eager"``; see :attr:`kernel`.
         on_nonfinite: what becomes of a step with a gradient that is no finite number: ``"step"`` makes it, as torch
             does; ``"skip"`` leaves weights, state and ages as they are; ``"raise"`` stops before anything has changed.
             Each is counted in :meth:`metrics` and said once. See :class:`~baoc.optim.guard.Guard`.

@@ -44,8 +44,8 @@ def memory(
     return np.array(found, dtype=np.int64).reshape(len(blocks), len(configurations))
 
 
-def bytes_moved(shape: Shape, configuration: Configuration) -> int:
-    """What an update of fp32 parameters must move through memory at the least.
+def bytes_moved(shape: Shape, configuration: Configuration, param_bytes: int = 4, grad_bytes: int = 4) -> int:
+    """What an update must move through memory at the least; of fp32 parameters and gradients, if nothing else is said.
 
     Every parameter is read and written once, every gradient read once, all state read and written once. Two kinds of
     update need more: sums that must be there before the first element moves, for which gradients are read once more
@@ -54,13 +54,16 @@ def bytes_moved(shape: Shape, configuration: Configuration) -> int:
     >>> from baoc.core.configuration import parse
     >>> [bytes_moved((1024, 1024), parse(name)) >> 20 for name in ("adamw-32", "adamw-16", "sgd")]
     [28, 20, 12]
+    >>> bytes_moved((1024, 1024), parse("adamw-16"), param_bytes=2, grad_bytes=2) >> 20
+    14
     """
     layout = configuration.layout(shape)
     turns = layout.mechanism.norms.count("col") or len(layout.mechanism.norms)
     again = turns or layout.mechanism.reach is Reach.SUMS
     absorbs = any(stored.reach is Reach.SUMS for stored in layout.formats)
     param_accesses, gradient_reads = 2 + (again and not turns), 1 + again + absorbs
-    return 4 * math.prod(shape) * (param_accesses + gradient_reads) + (2 + again) * layout.nbytes
+    per_element = param_bytes * param_accesses + grad_bytes * gradient_reads
+    return math.prod(shape) * per_element + (2 + again) * layout.nbytes
 
 
 def operations(shape: Shape, configuration: Configuration) -> int:

@@ -23,7 +23,7 @@ from baoc.core.spec import SMALL_NUMEL, Buffer, Shape, Slot
 GROUP = 64
 HALF = GROUP // 2
 TOP = 7
-_ZERO = 8  # what is added to a code in [-7, 7] to make it a nibble
+ZERO = 8  # what is added to a code in [-7, 7] to make it a nibble
 SMALLEST_SCALE = 2.0**-100
 """Below it, codes per unit would overflow."""
 
@@ -46,7 +46,7 @@ class Int4Format(Format):
         packed = held["codes"][rows]
         height = packed.shape[0]
         halves = packed.view(height, -1, 1, HALF)  # (rows, groups, 1, HALF)
-        codes = torch.cat((halves & 15, halves >> 4), 2).flatten(2).float() - _ZERO  # (rows, groups, GROUP)
+        codes = torch.cat((halves & 15, halves >> 4), 2).flatten(2).float() - ZERO  # (rows, groups, GROUP)
         value = codes * (1.0 / TOP) * held["scales"][rows].unsqueeze(-1)  # in this order the top code is the scale
         return value.flatten(1)[:, : self.row].view(height, *self.shape[1:])
 
@@ -58,7 +58,7 @@ class Int4Format(Format):
         level = x.abs() * (TOP / scales.clamp(min=SMALLEST_SCALE))
         code = level.floor()
         code = code + ((level - code) * NOISE_ONE + noise >= NOISE_ONE)
-        nibbles = (torch.where(x < 0, -code, code) + _ZERO).to(torch.uint8)
+        nibbles = (torch.where(x < 0, -code, code) + ZERO).to(torch.uint8)
         low, high = nibbles[..., :HALF], nibbles[..., HALF:]  # (rows, groups, HALF)
         held["codes"][rows].copy_((low | high << 4).flatten(1))
         held["scales"][rows].copy_(scales.squeeze(-1))
@@ -72,7 +72,7 @@ class Int4Format(Format):
 
     def strained(self, held: Held, rows: slice) -> Tensor:
         halves = held["codes"][rows].view(rows.stop - rows.start, -1, HALF)  # (rows, groups, HALF)
-        used = ((halves & 15) != _ZERO).sum(-1) + ((halves >> 4) != _ZERO).sum(-1)
+        used = ((halves & 15) != ZERO).sum(-1) + ((halves >> 4) != ZERO).sum(-1)
         return (held["scales"][rows] > 0) & (used > 0) & (used * SPARSE <= GROUP)
 
     def graph_key(self) -> Hashable:

@@ -37,7 +37,7 @@ LEAST_EXPONENT, MOST_EXPONENT = 32, 253
 """Of a group, biased as fp32's are: the smallest code of v must be a normal number and the largest of m a finite one.
 The distance from the least is stored, so a group of zeros has a zero there too."""
 
-_MANTISSA = 23  # bits of fp32
+MANTISSA = 23  # bits of fp32
 _NOISE = 16  # bits
 _ADOPTED_NUMEL = 1 << 20  # elements at once
 
@@ -52,15 +52,15 @@ class Grid:
     @property
     def dropped(self) -> int:
         """Bits of fp32 that are not kept."""
-        return _MANTISSA - self.mantissa
+        return MANTISSA - self.mantissa
 
     def base(self, exponents: Tensor) -> Tensor:
         """The bits of fp32 from which codes count."""
-        return ((exponents + 1) << _MANTISSA) - (self.count << self.dropped)
+        return ((exponents + 1) << MANTISSA) - (self.count << self.dropped)
 
 
-_SIGNED = Grid(mantissa=4, count=128)
-_UNSIGNED = Grid(mantissa=3, count=256)
+SIGNED = Grid(mantissa=4, count=128)
+UNSIGNED = Grid(mantissa=3, count=256)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Int8Format(Format):
 
     @property
     def grid(self) -> Grid:
-        return _SIGNED if self.slot.signed else _UNSIGNED
+        return SIGNED if self.slot.signed else UNSIGNED
 
     def decode(self, held: Held, rows: slice) -> Tensor:
         codes = held["codes"][rows]
@@ -100,7 +100,7 @@ class Int8Format(Format):
         noise = to_groups(rounding.noise(rows.start, tuple(value.shape), value.device)) << (grid.dropped - _NOISE)
         size = grouped.abs()
         bits = size.view(torch.int32)
-        exponents = (bits + noise).amax(-1, keepdim=True) >> _MANTISSA
+        exponents = (bits + noise).amax(-1, keepdim=True) >> MANTISSA
         exponents = exponents.clamp(LEAST_EXPONENT, MOST_EXPONENT)
         base = grid.base(exponents)
         if self.slot.signed:

@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 
 from baoc.optim.groups import Member
-from baoc.optim.kernels import native
+from baoc.optim.kernels import native, triton
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job
 
 logger = logging.getLogger("baoc")
 
-REQUESTS = ("auto", "native", "compiled", "eager")
+REQUESTS = ("auto", "native", "triton", "compiled", "eager")
 
 
 class Kernel(Protocol):
@@ -81,6 +81,12 @@ def choose(request: str, device: torch.device) -> Choice:
         return Choice(EagerKernel(), str(device), "asked for by name")
     if request == "native" or (request == "auto" and device.type == "cpu"):
         return _native(request, device)
+    without_triton = triton.obstacle(device)
+    if request == "triton" and without_triton:
+        raise RuntimeError(f"kernel='triton' cannot run on {device}: {without_triton}. Use kernel='auto'.")
+    if request == "triton" or (request == "auto" and not without_triton):
+        reason = "asked for by name" if request == "triton" else "one launch for all tensors of a kind"
+        return Choice(triton.TritonKernel(device, lambda: _without_triton(device)), str(device), reason)
     obstacle = _obstacle_to_compiling(device)
     if request == "compiled":
         if obstacle:
@@ -102,6 +108,11 @@ def _native(request: str, device: torch.device) -> Choice:
     # compiling would take longer than it saves in a short run
     logger.warning("optimizer steps will be several times slower on %s: %s", device, obstacle)
     return Choice(EagerKernel(), str(device), obstacle)
+
+
+def _without_triton(device: torch.device) -> Kernel:
+    """Runs what there is no Triton code for."""
+    return EagerKernel() if device.type == "cpu" or _obstacle_to_compiling(device) else _compiled()
 
 
 def _compiled() -> Kernel:

@@ -21,7 +21,7 @@ from torch import Tensor
 from baoc.core.codecs.int8 import GROUP
 from baoc.core.configuration import Layout
 from baoc.core.rounding import phase_at
-from baoc.core.spec import Reach
+from baoc.core.spec import Reach, Scalar
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.update import Update
@@ -40,6 +40,7 @@ class CompiledKernel:
         jobs, left = list(jobs), []
         for job in jobs:
             job.refuse_freed()
+        copied: dict[tuple[int, int], Tensor] = {}
         # Dynamo's limit is per function, and every configuration traces the same one: the bound is ours, and tested.
         with torch._dynamo.utils.disable_cache_limit():
             for job in jobs:
@@ -47,25 +48,41 @@ class CompiledKernel:
                 if job.layout.reach is Reach.MATRIX or (job.layout.reach is Reach.SUMS and job.place.ranks):
                     left.append(job)
                 elif job.param.numel():
-                    _run(job)
+                    _run(job, copied)
         self._eager.run(left)
 
 
-def _run(job: Job) -> None:
+def _run(job: Job, copied: dict[tuple[int, int], Tensor]) -> None:
+    """``copied``: the numbers of this step that are on the device already, which jobs of a group share."""
     param, grad = job.param.detach().contiguous(), job.grad.detach().contiguous()
     device, row_numel = param.device, param[0].numel()
     keys = tuple(key for stored in job.layout.formats for _, key in stored.keys)
     held = [tensor for stored in job.layout.formats for tensor in stored.held_in(job.held).values()]
-    scalars = torch.tensor(list(job.scalars.values()), dtype=torch.float32).to(device, non_blocking=True)
+    scalars = _copied(copied, job.scalars, 0, list(job.scalars.values()), torch.float32, device)
     step = _compiled_step(_Form(job.layout), tuple(job.scalars), tuple(job.phases), keys, job.maximize)
     view = _simplest_view(job.layout, row_numel)
     for rows in _pieces(job.layout, len(param), row_numel):
         first = (job.place.first_row + (0 if rows is None else rows.start)) * row_numel
-        phases = torch.tensor([phase_at(int(each), first) for each in job.phases.values()], dtype=torch.int64)
+        numbers = [phase_at(int(each), first) for each in job.phases.values()]
+        phases = _copied(copied, job.phases, first, numbers, torch.int64, device)
         param_piece, grad_piece, *state = (view(each if rows is None else each[rows]) for each in (param, grad, *held))
-        step(param_piece, grad_piece, state, scalars, phases.to(device, non_blocking=True))
+        step(param_piece, grad_piece, state, scalars, phases)
     if param.data_ptr() != job.param.data_ptr():
         job.param.copy_(param)
+
+
+def _copied(
+    copied: dict[tuple[int, int], Tensor],
+    source: object,  # whose numbers they are
+    first: int,  # element from which on they count
+    numbers: list[Scalar] | list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    key = id(source), first  # jobs keep it alive for as long as the step takes
+    if key not in copied:
+        copied[key] = torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+    return copied[key]
 
 
 def _pieces(layout: Layout, rows: int, row_numel: int) -> list[slice | None]:

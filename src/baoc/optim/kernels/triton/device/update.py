@@ -1,0 +1,141 @@
+"""The launch that updates all tensors of a family: one pass over their memory."""
+
+import triton
+import triton.language as tl
+
+from baoc.optim.kernels.triton.device.numbers import (
+    NOISE_MARGIN,
+    load_dense,
+    noise_at,
+    quotient,
+    root,
+    store_nearest,
+)
+from baoc.optim.kernels.triton.device.table import (
+    COUPLED_DECAY,
+    FIRST_ELEMENT_AT,
+    FIRST_PROGRAM_AT,
+    M_AT,
+    M_PHASE,
+    M_SHARED_AT,
+    PARAM_AT,
+    ROWS_AT,
+    SHRINK,
+    STEP,
+    V_AT,
+    V_PHASE,
+    V_SHARED_AT,
+    elements,
+    own_index,
+    own_numbers,
+    own_tensor,
+    row_length,
+    segments_in,
+)
+from baoc.optim.kernels.triton.device.tile import (
+    advanced_m,
+    advanced_v,
+    clean,
+    col_number,
+    direction_of,
+    load_grad,
+    mean_of_cols,
+    row_number,
+    store_slot,
+)
+
+
+@triton.jit
+def update(
+    table, owners, numbers,
+    MECHANISM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+    NORMS: tl.constexpr, COUPLED: tl.constexpr, SHARES: tl.constexpr, MOVES: tl.constexpr, ALIGNED: tl.constexpr,
+    SEGMENTS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Every program updates ``TILES`` tiles of ``SEGMENTS`` segments of one tensor, which ``owners`` names.
+
+    ``table`` is (tensors, words) int64, ``owners`` (programs,) int32 and ``numbers`` (rows, numbers) fp32: see
+    :mod:`~baoc.optim.kernels.triton.words`. The constants are those of
+    :class:`~baoc.optim.kernels.triton.families.Family`; without ``MOVES`` the direction is stored in the parameter's
+    place.
+    """
+    tensor = own_tensor(table, owners)
+    own = own_numbers(tensor, numbers)
+    row_len, rows = row_length(tensor, ALIGNED), tl.load(tensor + ROWS_AT).to(tl.int32)
+    first = own_index(tensor, FIRST_PROGRAM_AT) * (SEGMENTS * TILES)
+    col_mean = 1.0
+    if V == "factored" or V == "factored-bf16":
+        col_mean = mean_of_cols(tensor, own, row_len)
+    for turn in range(TILES):
+        _update_tile(
+            tensor, own, row_len, rows, col_mean, first + turn * SEGMENTS,
+            MECHANISM, PARAM, GRAD, M, V, NORMS, COUPLED, SHARES, MOVES, ALIGNED, SEGMENTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _update_tile(
+    tensor, own, row_len, rows, col_mean, first,
+    MECHANISM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
+    NORMS: tl.constexpr, COUPLED: tl.constexpr, SHARES: tl.constexpr, MOVES: tl.constexpr, ALIGNED: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    parts = segments_in(row_len)
+    segment = first + tl.arange(0, SEGMENTS)[:, None]
+    row, part = segment // parts, segment % parts
+    inside = row < rows
+    offset, mask = elements(row, part, row_len, inside)
+
+    grad = load_grad(tensor, own, offset, mask, GRAD, ALIGNED)
+    param = grad
+    if COUPLED or MOVES:
+        param = load_dense(tl.load(tensor + PARAM_AT), offset, mask, PARAM, ALIGNED)
+    if COUPLED:
+        grad = grad + param * tl.load(own + COUPLED_DECAY)
+    seen = clean(grad, SHARES)
+
+    m, v = seen, seen
+    if MECHANISM == "move":
+        m = load_dense(tl.load(tensor + M_AT), offset, mask, M, ALIGNED)
+    elif M != "none":
+        m = advanced_m(tensor, own, seen, row, part, parts, row_len, offset, inside, mask, M, ALIGNED)
+    if V != "none":
+        v = advanced_v(tensor, own, seen, col_mean, row, part, parts, row_len, offset, inside, mask, V, ALIGNED)
+    direction = direction_of(own, seen, m, v, MECHANISM)
+    if MECHANISM != "move":
+        _store_slots(tensor, own, seen, m, v, row, part, parts, row_len, offset, inside, mask, M, V, ALIGNED)
+
+    if NORMS == "row" or NORMS == "both":
+        direction = direction * row_number(tensor, row, inside, "fp32")
+    if NORMS == "col" or NORMS == "both":
+        direction = direction * col_number(tensor, part, mask, "fp32", ALIGNED)
+    if MOVES:
+        if SHARES:  # a gradient that is no number makes its element none
+            direction = direction + (grad - grad)
+        moved = param * tl.load(own + SHRINK) - direction * tl.load(own + STEP)
+        store_nearest(tl.load(tensor + PARAM_AT), offset, mask, moved, PARAM, ALIGNED)
+    else:
+        store_nearest(tl.load(tensor + PARAM_AT), offset, mask, direction, PARAM, ALIGNED)
+
+
+@triton.jit
+def _store_slots(
+    tensor, own, grad, m, v, row, part, parts, row_len, offset, inside, mask,
+    M: tl.constexpr, V: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Dithered; an element without gradient may not move further than exact state lets it, as in ``Update._store``."""
+    element = offset + tl.load(tensor + FIRST_ELEMENT_AT)
+    idle = grad == 0.0
+    if V == "fp32" or V == "bf16" or V == "int8":
+        data, shared = tl.load(tensor + V_AT), tl.load(tensor + V_SHARED_AT)
+        noise = noise_at(element, tl.load(own + V_PHASE).to(tl.int32))
+        found = store_slot(
+            data, shared, row, part, parts, row_len, offset, inside, mask, v, noise, V, False, ALIGNED
+        )  # fmt: skip
+        if V != "fp32":
+            m = tl.where(idle & (found < v), m * root(quotient(found, v)), m)
+    if M != "none":
+        data, shared = tl.load(tensor + M_AT), tl.load(tensor + M_SHARED_AT)
+        noise = noise_at(element, tl.load(own + M_PHASE).to(tl.int32))
+        noise = tl.where(idle, NOISE_MARGIN, noise)
+        store_slot(data, shared, row, part, parts, row_len, offset, inside, mask, m, noise, M, True, ALIGNED)

@@ -1,0 +1,201 @@
+"""What a launch reads on the device: written in one copy each, and only when something in it has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from baoc.core.codecs.int8 import GROUP
+from baoc.optim.kernels.job import Job
+from baoc.optim.kernels.triton.families import Family, Form
+from baoc.optim.kernels.triton.words import Number, Sum, Word
+
+WARPS = 4  # in a program
+_PART = 64  # fp32 numbers: parts of the memory for sums begin at multiples of it
+
+
+class Tiles(NamedTuple):
+    """How much of a tensor a program takes: ``tiles`` times ``segments`` groups of int8."""
+
+    segments: int
+    tiles: int
+    blocks: int  # tiles in one block of rows, where rows and columns are added up
+
+    @property
+    def rows(self) -> int:
+        """In one block."""
+        return self.segments * self.blocks
+
+    @staticmethod
+    def on(threads: int) -> Tiles:
+        """For warps of so many threads: four elements for each, which is a vector of fp32 and leaves registers free.
+
+        >>> Tiles.on(32), Tiles.on(64)
+        (Tiles(segments=2, tiles=16, blocks=64), Tiles(segments=4, tiles=8, blocks=32))
+        """
+        segments = 4 * threads * WARPS // GROUP
+        return Tiles(segments, 32 // segments, 128 // segments)
+
+
+class Written:
+    """A tensor on a device that follows a list on the host."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._last: list[float] | list[int] = []
+        self.tensor = torch.empty(0, dtype=dtype, device=device)
+
+    def write(self, values: list[float] | list[int]) -> bool:
+        """Copy what has changed, without waiting for it; whether anything had.
+
+        The memory stays where it is while the length does, so that a captured graph reads what is written later.
+        """
+        if values == self._last:
+            return False
+        is_gpu = self._device.type == "cuda"
+        host = torch.tensor(values, dtype=self._dtype, pin_memory=is_gpu)  # the allocator waits for the copy, not we
+        if len(values) == len(self._last):
+            self.tensor.copy_(host, non_blocking=True)
+        else:
+            self.tensor = host.to(self._device, non_blocking=True) if is_gpu else host
+        self._last = values
+        return True
+
+
+class Numbers:
+    """The numbers of a step: jobs of one group, mechanism and age share a row."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._written = Written(device, torch.float32)
+        self._rows: dict[tuple[int, int, bool], int] = {}
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._written.tensor
+
+    def write(self, jobs: Sequence[Job]) -> None:
+        self._rows, values = {}, list[float]()
+        for job in jobs:
+            key = id(job.scalars), id(job.phases), job.maximize  # jobs keep them alive for as long as the step takes
+            if key not in self._rows:
+                self._rows[key] = len(self._rows)
+                values += _numbers(job)
+        self._written.write(values)
+
+    def row(self, job: Job) -> int:
+        return self._rows[id(job.scalars), id(job.phases), job.maximize]
+
+
+_DOTTED = {number: number.name.lower().replace("_", ".", 1) for number in Number}  # M_KEEP is "m.keep"
+
+
+def _numbers(job: Job) -> list[float]:
+    found = {Number.SIGN: -1.0 if job.maximize else 1.0}
+    found |= {Number[f"{slot.upper()}_PHASE"]: float(phase) for slot, phase in job.phases.items() if slot in "mv"}
+    for number in Number:
+        if number not in found:
+            dotted = job.scalars.get(_DOTTED[number], job.scalars.get(number.name.lower(), 0.0))
+            found[number] = float(dotted)
+    return [found[number] for number in Number]
+
+
+class Sums:
+    """The vectors of means that one turn makes: of the rows of matrices, of their columns, or both."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.words, self.owners = Written(device, torch.int64), Written(device, torch.int32)
+
+    def write(self, vectors: Sequence[list[int]]) -> None:
+        firsts, owners = _programs([-(-vector[Sum.LENGTH] // GROUP) for vector in vectors])
+        for vector, first in zip(vectors, firsts):
+            vector[Sum.FIRST_PROGRAM] = first
+        self.words.write([word for vector in vectors for word in vector])
+        self.owners.write(owners)
+
+
+class Tables:
+    """The tables of one family's tensors, and the memory that their sums take."""
+
+    def __init__(self, family: Family, device: torch.device, tiles: Tiles) -> None:
+        self._family, self._device, self._tiles = family, device, tiles
+        self._forms: list[Form] = []
+        self._firsts: list[tuple[int, int]] = []
+        self._workspace = torch.empty(0, device=device)
+        self.words = Written(device, torch.int64)
+        self.updates, self.blocks = Written(device, torch.int32), Written(device, torch.int32)  # owners of programs
+        self.sums = {turn: Sums(device) for turn in family.turns}
+
+    def write(self, forms: list[Form], words: Sequence[list[int]]) -> None:
+        """``words``: of each tensor, with its addresses and its row of numbers; what else it needs is added."""
+        if forms != self._forms:
+            self._forms = forms
+            self._write_owners()
+        for each, form, (program, block) in zip(words, forms, self._firsts):
+            each[Word.ROW_LEN], each[Word.ROWS] = form.row_len, form.rows
+            each[Word.FIRST_PROGRAM], each[Word.FIRST_BLOCK] = program, block
+        if self._family.turns:
+            self._add_workspace(words)
+        if self.words.write([word for each in words for word in each]):
+            for turn, sums in self.sums.items():
+                sums.write([vector for each in words for vector in _vectors(each, turn, self._tiles)])
+
+    def _write_owners(self) -> None:
+        segments, tiles = [form.rows * _parts(form.row_len) for form in self._forms], self._tiles
+        firsts, owners = _programs([-(-count // (tiles.segments * tiles.tiles)) for count in segments])
+        self.updates.write(owners)
+        if self._family.turns:
+            blocks = [-(-form.rows // tiles.rows) * _parts(form.row_len) for form in self._forms]
+            first_blocks, owners = _programs(blocks)
+            self.blocks.write(owners)
+            self._firsts = list(zip(firsts, first_blocks))
+            needed = sum(sum(_room(form.rows, form.row_len, tiles).values()) for form in self._forms)
+            self._workspace = torch.empty(needed, dtype=torch.float32, device=self._device)
+        else:
+            self._firsts = [(first, 0) for first in firsts]
+
+    def _add_workspace(self, words: Sequence[list[int]]) -> None:
+        at = self._workspace.data_ptr()
+        for each, form in zip(words, self._forms):
+            for word, numel in _room(form.rows, form.row_len, self._tiles).items():
+                if not each[word]:  # what v keeps has its place in the state
+                    each[word] = at
+                at += numel * self._workspace.element_size()
+
+
+def _room(rows: int, cols: int, tiles: Tiles) -> dict[Word, int]:
+    """fp32 numbers that the sums of one matrix take: about one for each 80 elements."""
+    needed = {
+        Word.ROW: rows,
+        Word.COL: cols,
+        Word.ROW_PARTS: _parts(cols) * rows,
+        Word.COL_PARTS: -(-rows // tiles.rows) * cols,
+        Word.COL_BLOCKS: _parts(cols),
+    }
+    return {word: -(-numel // _PART) * _PART for word, numel in needed.items()}
+
+
+def _vectors(tensor: Sequence[int], turn: str, tiles: Tiles) -> list[list[int]]:
+    """The vectors of a tensor that a turn makes, each as :class:`~baoc.optim.kernels.triton.words.Sum` has them."""
+    rows, cols, numbers = tensor[Word.ROWS], tensor[Word.ROW_LEN], tensor[Word.NUMBERS]
+    of_rows = [tensor[Word.ROW_PARTS], _parts(cols), rows, cols, tensor[Word.ROW], 0, 0, numbers]
+    blocks = -(-rows // tiles.rows)
+    of_cols = [tensor[Word.COL_PARTS], blocks, cols, rows, tensor[Word.COL], tensor[Word.COL_BLOCKS], 0, numbers]
+    return {"row": [of_rows], "col": [of_cols], "both": [of_rows, of_cols]}[turn]
+
+
+def _parts(row_len: int) -> int:
+    """Segments in a row."""
+    return -(-row_len // GROUP)
+
+
+def _programs(counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The first program of each owner, and the owner of each program.
+
+    >>> _programs([2, 1])
+    ([0, 2], [0, 0, 1])
+    """
+    firsts = [sum(counts[:index]) for index in range(len(counts))]
+    return firsts, [owner for owner, count in enumerate(counts) for _ in range(count)]

@@ -1,0 +1,273 @@
+"""The Triton kernels in Triton's interpreter, on CPU tensors: they do what the eager kernel does, bit for bit.
+
+Triton reads its environment when it is imported, so these run in a process of their own: see ``test_triton.py``, or
+``TRITON_INTERPRET=1 python -m pytest tests/test_triton_interpreted.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baoc import BlockOptimizer, Configuration, parse
+from baoc.core.spec import Hyper, Reach
+from baoc.optim.kernels import triton as triton_kernels
+from baoc.optim.kernels.eager import EagerKernel
+from baoc.optim.kernels.job import Job, advance_ages
+from baoc.optim.kernels.triton.families import form_of
+from baoc.optim.kernels.triton.tables import Tiles, Written
+from baoc.optim.place import Whole
+from baoc.optim.state import new_state
+from baoc.selfcheck.equality import SHAPES, ExactRoots, Trained
+from tests.cases import CONFIGURATIONS, gradients
+
+if not triton_kernels.is_interpreted():
+    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
+pytest.importorskip("triton")
+
+CPU = torch.device("cpu")
+FP32, BF16 = torch.float32, torch.bfloat16
+LEFT = ("adafactor",)  # mechanisms without Triton code
+
+# The interpreter divides where it does not use the quotient.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+class Refusing:
+    """A kernel that nothing may be left to."""
+
+    name = "refusing"
+
+    def run(self, jobs: Iterable[Job]) -> None:
+        raise AssertionError(f"left: {[(str(job.layout.configuration), job.layout.shape) for job in jobs]}")
+
+
+class Shard(Whole):
+    """Rows from one on of a parameter."""
+
+    def __init__(self, first_row: int, rows: int) -> None:
+        self.first_row, self.rows = first_row, rows
+
+
+def kernel(other: Any = Refusing) -> triton_kernels.TritonKernel:
+    return triton_kernels.TritonKernel(CPU, other)
+
+
+def streams(steps: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[list[Tensor]]:
+    """The gradients of each step, in which every seventh element rests."""
+    by_shape = [list(gradients(shape, steps, dtype=dtype)) for shape in shapes]
+    for grad in (grad for stream in by_shape for grad in stream):
+        grad.view(-1)[::7] = 0
+    return [[stream[step] for stream in by_shape] for step in range(steps)]
+
+
+def assert_equal(expected: Trained, found: Trained, exact: bool) -> None:
+    for key, held in expected.buffers().items():
+        other = found.buffers()[key]
+        if exact:
+            assert torch.equal(other, held), key
+        elif held.is_floating_point():  # sums are of another order, and a number at an edge may take the next code
+            coarse = 2.0**-7 if held.dtype == BF16 else 2e-6
+            apart = ~torch.isclose(other.float(), held.float(), rtol=coarse, atol=1e-6)
+            assert apart.sum() <= held.numel() // 1000, key
+        else:
+            apart = (other.int() - held.int()).abs()
+            assert apart.max() <= 1 and (apart > 0).sum() <= max(1, held.numel() // 1000), key
+
+
+def is_exact(configuration: Configuration) -> bool:
+    """Its operations are IEEE's, each by itself, or torch's in both kernels, as products of matrices are: no sums."""
+    return configuration.layout((64, 64)).reach is not Reach.SUMS
+
+
+SERVED = [configuration for configuration in CONFIGURATIONS if configuration.mechanism_name not in LEFT]
+
+
+@pytest.mark.parametrize("configuration", SERVED, ids=str)
+def test_it_equals_eager(configuration):
+    """All tensors at once, and nothing is left to another kernel.
+
+    In fp32, and in turns with parameters or only gradients in bf16, but for Sinkhorn, whose turns are many.
+    """
+    pairs = [(FP32, FP32), [(BF16, BF16), (FP32, BF16)][SERVED.index(configuration) % 2]]
+    for param_dtype, grad_dtype in pairs[: 1 if configuration.mechanism_name == "sinkhorn" else None]:
+        expected, found = (Trained(configuration, dtype=param_dtype) for _ in range(2))
+        for grads in streams(2, grad_dtype):
+            with ExactRoots():
+                expected.step(EagerKernel(), grads)
+                found.step(kernel(), grads)
+            assert_equal(expected, found, is_exact(configuration))
+
+
+@pytest.mark.parametrize("configuration", ["adamw-8", "adamw[m=int8,v=factored]", "colnorm-8"])
+def test_programs_of_any_size_make_the_same(configuration):
+    """A GPU's are small, so a tensor has many; here they are large."""
+    shapes = [(25, 300), (37, 256)]
+    results = []
+    for tiles in (None, Tiles(segments=4, tiles=3, blocks=2)):
+        trained = Trained(parse(configuration), shapes)
+        for grads in streams(1, FP32, shapes):
+            trained.step(triton_kernels.TritonKernel(CPU, Refusing, tiles), grads)
+        results.append(trained)
+    assert_equal(*results, exact=is_exact(parse(configuration)))
+
+
+@pytest.mark.parametrize("configuration", ["adam-8", "adamw-32", "lion-4", "colnorm", "muon-8", "sgdm-16"])
+def test_broken_and_maximized_gradients_show_where_the_eager_kernel_shows_them(configuration):
+    shapes = [(17, 272), (600,)]
+    expected, found = (Trained(parse(configuration), shapes) for _ in range(2))
+    one = kernel()
+    for step, grads in enumerate(streams(3, FP32, shapes)):
+        for grad in grads:
+            grad.view(-1)[step * 5 : step * 5 + 3] = torch.tensor([math.nan, math.inf, 1e30]) if step < 2 else 1e-30
+        with ExactRoots():
+            expected.step(EagerKernel(), grads, maximize=True)
+            found.step(one, grads, maximize=True)
+        for key, held in expected.buffers().items():
+            other = found.buffers()[key]
+            assert torch.equal(other.isfinite(), held.isfinite()), key
+            torch.testing.assert_close(other, held, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert not found.params[0].isfinite().all()
+
+
+def test_storage_that_is_not_aligned_is_read_as_it_is():
+    def shifted(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
+
+    expected, found = (Trained(parse("adamw-8"), [(17, 272)] * 2) for _ in range(2))
+    found.params[0] = shifted(found.params[0])  # the other tensor is as it was: two launches
+    found.states[0] = {key: shifted(x) if isinstance(x, Tensor) else x for key, x in found.states[0].items()}
+    for grads in streams(2, FP32, [(17, 272)] * 2):
+        with ExactRoots():
+            expected.step(EagerKernel(), grads)
+            found.step(kernel(), grads)
+    assert found.params[0].data_ptr() % 16
+    assert_equal(expected, found, exact=True)
+
+
+@pytest.mark.parametrize("configuration", ["adamw-8", "sgdwm-4", "adamw-16"])
+def test_a_shard_is_updated_as_its_rows_of_the_whole_are(configuration):
+    shape, first, rows = (40, 272), 13, 20
+    whole, layout = Trained(parse(configuration), [shape]), parse(configuration).layout(shape, rows=rows)
+    part, state = whole.params[0][first : first + rows].clone(), new_state(layout, CPU)
+    for (grad,) in streams(2, FP32, [shape]):
+        whole.step(kernel(), [grad])
+        local = grad[first : first + rows].clone()
+        job = Job.of(layout, part, local, state, Hyper(lr=1e-2, weight_decay=0.1), place=Shard(first, rows))
+        kernel().run([job])
+        advance_ages([job])
+    assert torch.equal(part, whole.params[0][first : first + rows])
+    for key, held in state.items():
+        if isinstance(held, Tensor):
+            assert torch.equal(held, whole.states[0][key][first : first + rows]), key
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_copies_its_numbers_once_and_addresses_when_they_change():
+    def operations(tensors: int) -> list[list[str]]:
+        trained, found = Trained(parse("adamw-8"), [(16, 256)] * tensors), []
+        grads = streams(1, FP32, [(16, 256)] * tensors)[0]
+        one = kernel()
+        one._launch = lambda *arguments: None  # the interpreter has operations of its own
+        for step in range(3):
+            if step == 2:
+                grads[0] = grads[0].clone()
+            with Operations() as counted:
+                trained.step(one, grads)
+            found.append(counted.names)
+        return found
+
+    (_, steady, moved), (_, many, _) = operations(2), operations(8)
+    assert steady == many, "what torch does must not grow with tensors"
+    assert sum("copy_" in name for name in steady) == 1, "the numbers of the step"
+    assert sum("copy_" in name for name in moved) == 2, "and the addresses"
+    assert not any("item" in name or "_local_scalar_dense" in name for name in steady), "nothing waits for the device"
+
+
+def test_what_is_written_later_lies_where_it_lay():
+    """So a captured graph of launches reads the numbers of the step that it is replayed for."""
+    written = Written(CPU, FP32)
+    assert written.write([1.0, 2.0])
+    address = written.tensor.data_ptr()
+    assert not written.write([1.0, 2.0]) and written.write([3.0, 4.0])
+    assert written.tensor.data_ptr() == address and written.tensor.tolist() == [3.0, 4.0]
+
+
+class Tagged(Tensor):
+    """A subclass that changes nothing."""
+
+
+FALLBACKS = [
+    ("the mechanism adafactor", "adafactor", torch.ones(64, 80)),
+    ("numbers of type torch.float16", "adamw-8", torch.ones(64, 80, dtype=torch.float16)),
+    ("means over the matrices of a stack", "adamw[m=int8,v=factored]", torch.ones(4, 64, 80)),
+    ("memory that is not contiguous", "adamw-8", torch.ones(80, 64).t()),
+    ("memory that is not contiguous", "muon-8", torch.ones(80, 64).t()),
+    ("a tensor of type Tagged", "adamw-8", torch.ones(64, 80).as_subclass(Tagged)),
+]
+
+
+@pytest.mark.parametrize(
+    ("reason", "configuration", "value"), FALLBACKS, ids=lambda each: each if isinstance(each, str) else str(each.dtype)
+)
+def test_what_there_is_no_code_for_is_left_by_name(reason, configuration, value, caplog):
+    layout = parse(configuration).layout(tuple(value.shape))
+    results = []
+    for each in (EagerKernel(), kernel(EagerKernel)):
+        param, state = value.clone(), new_state(layout, CPU)
+        job = Job.of(layout, param, torch.full_like(param, 0.5), state, Hyper(lr=0.1), name="weight")
+        with caplog.at_level(logging.INFO, logger="baoc"):
+            each.run([job])
+        results.append(param)
+    assert torch.equal(*results) and not torch.equal(results[0], value)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the eager kernel updates 'weight': there is no Triton code for {reason}"
+    ]
+
+
+def test_a_shard_of_what_has_means_is_left():
+    layout = parse("adamw[m=int8,v=factored]").layout((64, 80), rows=20)
+    param, state = torch.ones(20, 80), new_state(layout, CPU)
+    job = Job.of(layout, param, torch.ones(20, 80), state, Hyper(lr=0.1), place=Shard(20, 20))
+    assert form_of(job, "step") == "means over the rows of a shard"
+
+
+def test_an_optimizer_runs_on_it():
+    params = {name: nn.Parameter(torch.ones(64, 80)) for name in ("triton", "eager")}
+    for name, param in params.items():
+        optimizer = BlockOptimizer([param], plan="adamw-8", kernel=name)
+        for grad in gradients((64, 80), 2):
+            param.grad = grad
+            before = param._version
+            optimizer.step()
+            assert param._version > before, "autograd must see that it has changed"
+        assert optimizer.kernel == f"{name} on cpu: asked for by name"
+    torch.testing.assert_close(*params.values(), rtol=1e-6, atol=1e-7)
+
+
+def test_memory_that_was_freed_is_refused():
+    param = nn.Parameter(torch.ones(64, 80))
+    optimizer = BlockOptimizer([param], plan="adamw-8", kernel="triton")
+    param.grad = torch.ones(64, 80)
+    optimizer.step()
+    param.grad.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="memory of its gradient was freed"):
+        optimizer.step()

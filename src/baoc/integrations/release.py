@@ -40,4 +40,7 @@ def release_gradients(optimizer: BlockOptimizer) -> list[Any]:
         param.grad = None
 
     optimizer.zero_grad(set_to_none=True)
-    return [member.param.register_post_accumulate_grad_hook(step) for member in optimizer.members()]
+    return [
+        member.param.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+        for member in optimizer.members()
+    ]

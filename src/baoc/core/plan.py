@@ -401,7 +401,9 @@ def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
         share = math.nan
     if not (math.isfinite(share) and share >= 0) or isinstance(memory, bool):
         raise PlanError(f"the memory budget {memory!r} is not a share: it must be a number >= 0, like 0.5.")
-    if share > _MOST_SHARE:
+    if not math.isfinite(share * reference_bytes):
+        raise PlanError(f"the memory budget {memory!r} is more bytes than can be counted. 2.0 is enough for any plan.")
+    if _MOST_SHARE < share <= 100:
         raise PlanError(
             f"memory={memory!r} is {share:g} times AdamW16's state, and 2.0 is enough for any plan. For {share:g}% of "
             f"it write memory={share / 100:g} or '{share:g}%'."

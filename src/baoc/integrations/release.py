@@ -40,5 +40,7 @@ def release_gradients(optimizer: BlockOptimizer) -> list[Any]:
         param.grad = None
 
     optimizer.zero_grad(set_to_none=True)
-    params: list[Any] = [member.param for member in optimizer.members()]  # torch's hook has no types
-    return [param.register_post_accumulate_grad_hook(step) for param in params]
+    return [
+        member.param.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+        for member in optimizer.members()
+    ]

@@ -36,12 +36,13 @@ class Counts:
 
 
 class Guard:
-    """Looks at the gradients of every step, in one pass over them.
+    """Looks at the gradients of every step.
 
-    The pass is a norm of each gradient, which is made on its device. ``"skip"`` and ``"raise"`` read one number of it
-    before the update, as ``torch.amp.GradScaler`` reads its own: on a GPU the host waits for the backward pass there.
-    ``"step"`` waits for nothing: what devices counted is read now and then. Where parameters are sharded, ranks add up
-    what they found, so that all of them decide alike.
+    ``"skip"`` and ``"raise"`` make a norm of each gradient before the update, on its device, and read one number of
+    them, as ``torch.amp.GradScaler`` reads its own: on a GPU the host waits for the backward pass there. Where
+    parameters are sharded, ranks add up what they found, so that all of them decide alike. ``"step"`` waits for
+    nothing: the native kernel looks at gradients that it has in its registers anyway, and what devices counted is read
+    now and then; a rank counts what is in its own rows.
     """
 
     def __init__(self, policy: str) -> None:
@@ -60,16 +61,24 @@ class Guard:
     @torch.no_grad()
     def admits(self, by_device: Mapping[torch.device, Sequence[Job]], ranks: Iterable[Ranks]) -> bool:
         """Whether a step may change anything. All ``ranks`` must ask."""
+        if self.policy == "step":
+            return True
         found = [_look(jobs, device) for device, jobs in by_device.items()]
         if found:
             for each in ranks:
                 each.sum(found[0])
         self._unread += found
-        if self.policy == "step":
-            if all(each.is_cpu for each in found) or len(self._unread) >= _READ_EVERY:
-                self._settle(by_device)
-            return True
         return self._settle(by_device)
+
+    @torch.no_grad()
+    def note(self, by_device: Mapping[torch.device, Sequence[Job]]) -> None:
+        """A step was made, and these may have had gradients that are no numbers."""
+        if self.policy != "step" or not by_device:
+            return
+        found = [_look(jobs, device) for device, jobs in by_device.items()]
+        self._unread += found
+        if all(each.is_cpu for each in found) or len(self._unread) >= _READ_EVERY:
+            self._settle(by_device)
 
     def _settle(self, by_device: Mapping[torch.device, Sequence[Job]] | None = None) -> bool:
         """Count what was found; whether the last step may change anything."""
@@ -108,6 +117,8 @@ class Guard:
 
 def _look(jobs: Sequence[Job], device: torch.device) -> Tensor:
     """Whether some gradient of a device is not finite, and whether one has a spike that is left out; shape (2,)."""
+    for job in jobs:
+        job.refuse_freed()
     jobs = [job for job in jobs if job.grad.numel()]
     if device.type == "cpu":
         # This norm is as fast as memory, and bounds all elements: hardly ever is there anything left to look at.

@@ -185,15 +185,16 @@ class BlockOptimizer(torch.optim.Optimizer):
             device: [self._job(member, hypers[id(member.group)], known) for member in members]
             for device, members in by_device.items()
         }
-        if not self._guard.admits(jobs, dict.fromkeys(m.place.ranks for m in self.members() if m.place.ranks)):
+        ranks = dict.fromkeys(member.place.ranks for member in self.members() if member.place.ranks)
+        if not self._guard.admits(jobs, ranks):
             self._after_skip()
             return loss
         self._before_update(stepping)
         self._watch.begin(stepping)
-        for device, kernel in kernel_of.items():
-            kernel.run(jobs[device])
+        suspects = {device: jobs[device] for device, kernel in kernel_of.items() if kernel.run(jobs[device])}
         for device in kernel_of:
             advance_ages(jobs[device])
+        self._guard.note(suspects)
         self._watch.end()
         self._has_stepped |= bool(stepping)
         self._after_update()

@@ -28,7 +28,8 @@ class Kernel(Protocol):
 
     name: str
 
-    def run(self, jobs: Iterable[Job]) -> None: ...
+    def run(self, jobs: Iterable[Job]) -> bool:
+        """Whether some gradient may be no number: what reads them all anyway may know that none is."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class CompiledKernel:
     def __init__(self) -> None:
         self._eager = EagerKernel()
 
-    def run(self, jobs: Iterable[Job]) -> None:
+    def run(self, jobs: Iterable[Job]) -> bool:
         jobs, left = list(jobs), []
         for job in jobs:
             job.refuse_freed()
@@ -50,6 +50,7 @@ class CompiledKernel:
                 elif job.param.numel():
                     _run(job, copied)
         self._eager.run(left)
+        return True
 
 
 def _run(job: Job, copied: dict[tuple[int, int], Tensor]) -> None:

@@ -24,7 +24,7 @@ TILE_NUMEL = 1 << 16  # 256 KiB of fp32 per temporary: stays in a core's L2 cach
 class EagerKernel:
     name = "eager"
 
-    def run(self, jobs: Iterable[Job]) -> None:
+    def run(self, jobs: Iterable[Job]) -> bool:
         jobs, matrices, sums = list(jobs), [], []
         for job in jobs:
             job.refuse_freed()
@@ -39,6 +39,7 @@ class EagerKernel:
                 Update(job).run(row_tiles(job.param.shape, TILE_NUMEL))
         _run_shards(sums)
         run_matrices(matrices, TILE_NUMEL)
+        return True
 
 
 def _run_shards(jobs: Sequence[Job]) -> None:

@@ -113,20 +113,23 @@ class NativeKernel:
         library = _library()
         return () if isinstance(library, str) else library.isas()
 
-    def run(self, jobs: Iterable[Job]) -> None:
+    def run(self, jobs: Iterable[Job]) -> bool:
         left: list[Job] = []
         matrices: list[Job] = []
-        for job in self.serve(jobs):
+        spiked: list[bool] = []
+        for job in self.serve(jobs, spiked=spiked):
             by_rows = type(job.layout.mechanism) in _AHEAD and job.place.numel(job.param)
             (matrices if by_rows else left).append(job)
         for job in matrices:
             job.refuse_freed()
-        run_matrices(matrices, TILE_NUMEL, _NativeRows(self))
-        if left:
-            self._eager.run(left)
+        run_matrices(matrices, TILE_NUMEL, _NativeRows(self, spiked))
+        return (self._eager.run(left) if left else False) or any(spiked)
 
-    def serve(self, jobs: Iterable[Job], as_mechanism: str = "") -> list[Job]:
-        """Run what C code can run, under another mechanism's name if one is given; the jobs that are left."""
+    def serve(self, jobs: Iterable[Job], as_mechanism: str = "", spiked: list[bool] | None = None) -> list[Job]:
+        """Run what C code can run, under another mechanism's name if one is given; the jobs that are left.
+
+        ``spiked`` is told whether one that was run has a gradient that is beyond all bounds.
+        """
         words: list[int] = []
         scalars: list[float] = []
         rows: dict[int, tuple[int, object]] = {}  # jobs of one group share their scalars, held so that ids stay theirs
@@ -149,7 +152,10 @@ class NativeKernel:
             served.append(job.param)
         if served:
             packed = array("q", words), array("d", scalars)
-            self._run(*(each.buffer_info()[0] for each in packed), len(served), torch.get_num_threads(), self.isa)
+            addresses = (each.buffer_info()[0] for each in packed)
+            found = self._run(*addresses, len(served), torch.get_num_threads(), self.isa)
+            if spiked is not None:
+                spiked.append(found)
             torch.autograd.graph.increment_version(served)  # autograd cannot see what C writes
         return left
 
@@ -160,15 +166,16 @@ class NativeKernel:
 class _NativeRows(EagerRows):
     """The rows of matrices, in C where it can: momentum before they are finished, and the parameter's move after."""
 
-    def __init__(self, kernel: NativeKernel) -> None:
+    def __init__(self, kernel: NativeKernel, spiked: list[bool]) -> None:
         super().__init__(TILE_NUMEL)
-        self._kernel = kernel
+        self._kernel, self._spiked = kernel, spiked
 
     def directions(self, jobs: Sequence[Job], out: Sequence[Tensor]) -> None:
         # the direction is what a parameter of zeros becomes, by a step of -1
         scalars = {**jobs[0].scalars, "step": -1.0, "shrink": 0.0}
         with_out = [job._replace(param=each, scalars=scalars) for job, each in zip(jobs, out)]
-        left = {id(job.param) for job in self._kernel.serve(with_out, "AHEAD")}
+        left = {id(job.param) for job in self._kernel.serve(with_out, "AHEAD", self._spiked)}
+        self._spiked.append(bool(left))  # nobody looks at those
         rest = [(job, each) for job, each in zip(jobs, out) if id(each) in left]
         super().directions([job for job, _ in rest], [each for _, each in rest])
 

@@ -56,6 +56,7 @@ typedef struct {
 typedef struct {
     const job_words *words;
     const job_scalars *scalars;
+    int *spiked; /* set to 1, by any thread, where a gradient is beyond SPIKE or no number */
 } job;
 
 #endif

@@ -56,13 +56,14 @@ static PyObject *run(PyObject *module, PyObject *args)
         PyErr_Format(PyExc_ValueError, "this processor or build has no kernels for %s", name);
         return NULL;
     }
-    int failed;
+    int failed, spiked = 0;
     Py_BEGIN_ALLOW_THREADS
-    failed = run_jobs((const job_words *)(uintptr_t)words, (const job_scalars *)(uintptr_t)scalars, count, threads, chosen);
+    failed = run_jobs((const job_words *)(uintptr_t)words, (const job_scalars *)(uintptr_t)scalars, count, threads, chosen,
+                      &spiked);
     Py_END_ALLOW_THREADS
     if (failed)
         return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    return PyBool_FromLong(spiked);
 }
 
 static PyObject *isas(PyObject *module, PyObject *unused)
@@ -99,7 +100,8 @@ static int add_names(PyObject *module, const char *as, const char *const *names)
 }
 
 static PyMethodDef methods[] = {
-    {"run", run, METH_VARARGS, "run(words, scalars, count, threads, isa): one step; the first two are addresses"},
+    {"run", run, METH_VARARGS, "run(words, scalars, count, threads, isa): one step; the first two are addresses. "
+     "Returns whether a gradient is beyond 2**56 or no number"},
     {"isas", isas, METH_NOARGS, "instruction sets that this processor can run, best first"},
     {NULL, NULL, 0, NULL},
 };

@@ -438,7 +438,7 @@ static void run_item(const item *it, const job *job, const kernel *k, char *memo
     k->update(job, NULL, 1.0, first, n);
 }
 
-int run_jobs(const job_words *words, const job_scalars *scalars, int64_t count, int threads, const kernel *k)
+int run_jobs(const job_words *words, const job_scalars *scalars, int64_t count, int threads, const kernel *k, int *spiked)
 {
     agenda all;
     char *memory = NULL;
@@ -472,12 +472,12 @@ int run_jobs(const job_words *words, const job_scalars *scalars, int64_t count, 
 #endif
             for (int64_t i = 0; i < all.item_count; i++) {
                 const item *it = all.items + i;
-                job job = {words + it->job, scalars + words[it->job].scalars};
+                job job = {words + it->job, scalars + words[it->job].scalars, spiked};
                 run_item(it, &job, k, memory + part * (size_t)team.rank);
             }
             for (int64_t i = 0; i < all.meeting_count; i++) {
                 int64_t index = all.meetings[i];
-                job job = {words + index, scalars + words[index].scalars};
+                job job = {words + index, scalars + words[index].scalars, spiked};
                 scratch parts;
                 scratch_bytes(job.words, threads, &parts, memory);
                 run_whole(&job, k, team, &parts);

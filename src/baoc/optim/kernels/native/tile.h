@@ -554,6 +554,8 @@ static void update_tile(const job *job, const factors *f, const numbers *c, int6
     t.all.c = *c;
     t.all.first = first;
     t.all.g = gradient(job, first, n, g);
+    if (has_spike(t.all.g, n))
+        __atomic_store_n(job->spiked, 1, __ATOMIC_RELAXED);
     t.clean_g = clean_g;
     t.all.p = floats_of(&w->param, first, n, p);
     t.all.g_ahead = address_ahead(&w->grad, first);

@@ -39,7 +39,7 @@ _TABLES = 256  # that are kept
 class _Other(Protocol):
     name: str
 
-    def run(self, jobs: Iterable[Job]) -> None: ...
+    def run(self, jobs: Iterable[Job]) -> bool: ...
 
 
 def is_interpreted() -> bool:
@@ -86,7 +86,7 @@ class TritonKernel:
         self._other: _Other | None = None
         self._reported: set[str] = set()
 
-    def run(self, jobs: Iterable[Job]) -> None:
+    def run(self, jobs: Iterable[Job]) -> bool:
         whole: list[tuple[Job, Form]] = []
         matrices: list[Job] = []
         left: list[Job] = []
@@ -109,6 +109,7 @@ class TritonKernel:
         run_matrices(matrices, _MATRIX_TILE, _TritonRows(self))
         if left:
             self._rest().run(left)
+        return True
 
     def serve_half(self, jobs: Sequence[Job], use: Use, directions: Sequence[Tensor]) -> list[int]:
         """Write directions, or move by them, where there is Triton code for it; which jobs are left."""

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import baoc
-from baoc import BAOC, BlockOptimizer
+from baoc import BAOC, Block, BlockOptimizer, Plan, parse
+from baoc.configurator.promotion import CHECK_EVERY, promoted
 from tests.cases import by_configuration, gradients
 from tests.ranks import together
 
@@ -204,3 +205,60 @@ def test_ranks_decide_alike(tmp_path):
     """One rank has the bad gradient, and both leave the step out."""
     for found in together(on_ranks, 2, tmp_path):
         assert (found["nonfinite_steps"], found["skipped_steps"], found["age"]) == (1.0, 1.0, 2)
+
+
+# ---- promotion ----
+
+
+def strained_run(**settings: object) -> BAOC:
+    """Gradients of which one column in 64 dwarfs the others, through a plan of narrow codes and past the first look."""
+    model = nn.Sequential(nn.Linear(128, 64, bias=False), nn.Linear(64, 64, bias=False))
+    optimizer = BAOC(model, memory=2.0, warmup=1, quiet=True, **{"promote": True, **settings})
+    for step in range(1 + CHECK_EVERY):
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(step))
+            param.grad[:, ::64] = 1e9
+        optimizer.step()
+        if step == 0:
+            optimizer.set_plan("adamw[m=int4,v=factored]")
+    return optimizer
+
+
+def test_a_strained_block_is_promoted_within_the_budget():
+    optimizer = strained_run()
+    [block] = optimizer.plan.blocks
+    assert str(block.configuration) == "adamw[m=int8,v=factored]"
+    assert "promoted from adamw[m=int4,v=factored]" in block.why and "strained" in block.why
+    assert optimizer.metrics()["promotions"] == 1
+    assert optimizer.plan.state_bytes == sum(
+        held.numel() * held.element_size()
+        for param, state in optimizer.state.items()
+        for key, held in state.items()
+        if torch.is_tensor(held)
+    )
+    assert next(iter(optimizer.state.values()))["m.age"] == 1 + CHECK_EVERY, "state is inherited"
+    again = copy.deepcopy(optimizer)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.plan.to_json() == optimizer.plan.to_json() and again.metrics()["promotions"] == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"promote": False}, {"forbid": "sgd"}, {"candidates": ["adamw[m=int4,v=factored]", "adamw-32"]}],
+    ids=str,
+)
+def test_nothing_is_promoted_where_that_was_not_meant(settings):
+    optimizer = strained_run(**settings)
+    assert [str(block.configuration) for block in optimizer.plan.blocks] == ["adamw[m=int4,v=factored]"]
+    assert optimizer.metrics()["promotions"] == 0
+
+
+def test_the_most_strained_is_promoted_first_and_only_into_room():
+    shapes = {"a": (64, 128), "b": (64, 128), "c": (64, 128)}
+    blocks = tuple(Block(name, parse("muon-4"), {name: shape}) for name, shape in shapes.items())
+    extra = parse("muon-8").state_bytes((64, 128)) - parse("muon-4").state_bytes((64, 128))
+    strained = {"a": 0.6, "b": 0.9, "c": 0.2}
+    for room, expected in ((0, []), (extra, ["b"]), (2 * extra, ["b", "a"]), (9 * extra, ["b", "a"])):
+        plan, told = promoted(Plan(blocks), strained, [parse("muon-8")], room, lambda block: block.state_bytes)
+        assert [line.partition(":")[0] for line in told] == expected
+        assert plan.state_bytes - Plan(blocks).state_bytes <= room

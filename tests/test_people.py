@@ -90,7 +90,7 @@ def test_what_a_wrapper_prints_is_short_too():
 # ---- errors ----
 
 
-@pytest.mark.parametrize("memory", [50, 1, 50.0])
+@pytest.mark.parametrize("memory", [50, 2, 50.0])
 def test_a_budget_in_percent_is_told_from_one_in_bytes(memory):
     with pytest.raises(PlanError, match=rf"memory={memory / 100:g}0* or '{memory:g}%'"):
         BAOC(nn.Linear(64, 64), memory=memory)

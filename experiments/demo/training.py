@@ -20,7 +20,7 @@ BUDGETS = (0.5, 0.25, 0.05, 0.0)
 
 
 def _budgeted(memory: float) -> MakeOptimizer:
-    return lambda model: baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=memory, warmup=WARMUP)
+    return lambda model: baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=memory, warmup=WARMUP, quiet=True)
 
 
 METHODS: dict[str, MakeOptimizer] = {

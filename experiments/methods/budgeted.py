@@ -47,6 +47,7 @@ def baoc_at(
             "memory": share,
             "warmup": settings.warmup,
             "seed": settings.seed,
+            "quiet": True,
         }
         return kind(model, lr=lr, **{**arguments, **changed(settings)})
 

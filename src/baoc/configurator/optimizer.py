@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.configurator import agreement
+from baoc.configurator.promotion import CHECK_EVERY, MANY, promoted
 from baoc.configurator.resumable import Resumable
 from baoc.configurator.resume import Progress
 from baoc.configurator.warmup import Diagnostics, fitting_sampler
@@ -28,6 +29,7 @@ from baoc.core.text import check_names, human_bytes
 from baoc.optim import checkpoint, groups
 from baoc.optim.groups import Group, Member
 from baoc.optim.optimizer import REHEARSERS, is_called_by
+from baoc.optim.watch import strained_shares
 from baoc.planning import risk as risks
 from baoc.planning.planner import DEFAULT_MEMORY, Planner
 from baoc.planning.settings import Settings
@@ -51,7 +53,7 @@ _ARGUMENTS = (
         "sample_ratio",
         "seed",
     ),
-    *("settle", "replan_every", "maximize", "kernel", "on_nonfinite", "quiet", "process_group"),
+    *("settle", "replan_every", "maximize", "kernel", "on_nonfinite", "promote", "quiet", "process_group"),
 )
 _REPORT_EVERY = 10
 _SAMPLES_SHARE = 0.1  # of the budget, at most, in a warm-up whose plan can do without
@@ -82,6 +84,9 @@ class BAOC(Resumable):
             moment is logged and tried again after as many steps (without ``replan_every``, after another ``warmup``);
             until then training goes on with the plan it has.
         kernel, on_nonfinite: as in :class:`BlockOptimizer`. A step that is skipped is none of the warm-up.
+        promote: every 100 steps, give wider codes to a block half of whose int8 or int4 groups are strained, if the
+            budget has room and a plan may choose them: ``int4`` becomes ``int8``, and that ``bf16``. The next plan that
+            is made starts anew. With ``forbid``, nothing is promoted.
         quiet: say nothing on stderr when the warm-up begins and when the plan is made. Where logging is set up, or with
             ``BAOC_QUIET=1`` in the environment, nothing is said there either way.
         process_group: the ranks that train the same model, by default all; the first of them plans for all.
@@ -124,6 +129,7 @@ class BAOC(Resumable):
         maximize: bool = False,
         kernel: str = "auto",
         on_nonfinite: str = "step",
+        promote: bool = False,
         quiet: bool = False,
         process_group: agreement.Group = None,
         **settings: Any,
@@ -137,7 +143,7 @@ class BAOC(Resumable):
             raise ValueError(f"the sampling ratio is {sample_ratio!r}; it must be a number above 0 and at most 1.")
         self._asked = self._wishes = asked
         self._group = process_group
-        self._quiet = quiet
+        self._quiet, self._promotes, self._promotions = quiet, promote, 0
         common: dict[str, Any] = {"maximize": maximize, "kernel": kernel, "on_nonfinite": on_nonfinite}
         super().__init__(params, lr, betas, eps, weight_decay, **common, **own)
         self._facts = Facts.of(params if isinstance(params, nn.Module) else self._params())
@@ -159,12 +165,13 @@ class BAOC(Resumable):
 
     def metrics(self) -> dict[str, float]:
         """As in :class:`BlockOptimizer`, with the steps that were made, whether they are still of the warm-up (1 or
-        0), and the budget in bytes.
+        0), the budget in bytes, and how many blocks were given wider codes.
         """
         own = {
             "steps": self._progress.steps,
             "warmup": self._progress.since_plan is None,
             "budget_bytes": self._budget(self._wishes),
+            "promotions": self._promotions,
         }
         return {key: float(number) for key, number in own.items()} | super().metrics()
 
@@ -352,6 +359,25 @@ class BAOC(Resumable):
                 logger.info("warm-up: step %d of %d", self._progress.steps, self._wishes.warmup)
         self._show_samples()
 
+    def _promote(self) -> None:
+        """Give wider codes to blocks that need them, as the first rank sees it, of configurations a plan may choose."""
+        settings = self._wishes.settings
+        strained = agreement.from_first(strained_shares(self.members(), self.state), self._group)
+        if settings.forbid or max(strained.values(), default=0.0) < MANY:
+            return
+        room = self._budget(self._wishes) - self._held_bytes()
+        plan, told = promoted(
+            self.plan,
+            strained,
+            settings.chosen_candidates,
+            room,
+            lambda block: self._state_bytes([block], self._wishes),
+        )
+        if told:
+            self._adopt(plan, inherit=True)
+            self._promotions += len(told)
+            self._say("; ".join(told))
+
     def _tell_of_warmup(self) -> None:
         """When the first step of this process is made."""
         if self._is_told:
@@ -379,6 +405,8 @@ class BAOC(Resumable):
         if self._is_due():
             self._progress = dataclasses.replace(self._progress, since_plan=0)
             self._plan_now()
+        elif self._promotes and self._progress.since_plan and self._progress.since_plan % CHECK_EVERY == 0:
+            self._promote()
 
     def _is_due(self) -> bool:
         steps, since, wishes = self._progress.steps, self._progress.since_plan, self._wishes

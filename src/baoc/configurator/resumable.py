@@ -42,6 +42,8 @@ class Resumable(BlockOptimizer):
     _agreed: bool  # with the other ranks
     _is_told: bool  # of the warm-up
     _quiet: bool
+    _promotes: bool
+    _promotions: int
 
     @property
     def profile(self) -> Profile:
@@ -168,6 +170,17 @@ class Resumable(BlockOptimizer):
             self._tokens = TokenCounter(module)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_asked", "_wishes", "_progress", "_names", "_facts", "_tokens", "_sampler", "_quiet")
+        own = (
+            "_asked",
+            "_wishes",
+            "_progress",
+            "_names",
+            "_facts",
+            "_tokens",
+            "_sampler",
+            "_quiet",
+            "_promotes",
+            "_promotions",
+        )
         kept = super().__getstate__() | {name: self.__dict__[name] for name in own}
         return kept | {"_group": None, "_module": None}  # neither can be copied

@@ -304,10 +304,10 @@ class Plan:
 
 
 def one_line(plan: Plan) -> str:
-    r"""A plan in a few words: what most parameters get, what it holds, and what is expected of it.
+    """A plan in a few words: what most parameters get, what it holds, and what is expected of it.
 
     >>> one_line(Plan.uniform("adamw-8", {"weight": (64, 64), "bias": (64,)}))
-    'adamw-8, 8.9 KiB of state (54.0% of AdamW16\'s)'
+    "adamw-8, 8.6 KiB of state (52.3% of AdamW16's)"
     """
     numel: dict[str, int] = {}
     for block in plan.blocks:
@@ -389,7 +389,7 @@ def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
             raise PlanError(f"the memory budget {memory!r} is more bytes than can be counted.")
         return int(nbytes)
     if isinstance(memory, numbers.Integral) and not isinstance(memory, bool):
-        if 1 <= int(memory) <= 100:
+        if 1 < int(memory) <= 100:  # nobody means so few bytes; the planner tells 1 from 1.0
             raise PlanError(
                 f"memory={memory} is a budget of {memory} bytes. For {memory}% of AdamW16's state write "
                 f"memory={int(memory) / 100} or '{memory}%', for a size '{memory}MiB'."
@@ -403,7 +403,7 @@ def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
         raise PlanError(f"the memory budget {memory!r} is not a share: it must be a number >= 0, like 0.5.")
     if not math.isfinite(share * reference_bytes):
         raise PlanError(f"the memory budget {memory!r} is more bytes than can be counted. 2.0 is enough for any plan.")
-    if _MOST_SHARE < share <= 100:
+    if _MOST_SHARE < share < 100:
         raise PlanError(
             f"memory={memory!r} is {share:g} times AdamW16's state, and 2.0 is enough for any plan. For {share:g}% of "
             f"it write memory={share / 100:g} or '{share:g}%'."

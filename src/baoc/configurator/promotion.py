@@ -1,0 +1,55 @@
+"""Blocks whose codes do not suffice get wider ones, if the budget has room for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container, Mapping
+
+from baoc.core.configuration import Configuration
+from baoc.core.plan import Block, Plan
+
+CHECK_EVERY = 100  # steps
+MANY = 0.5  # of a block's groups
+_WIDER = {"int4": "int8", "int8": "bf16"}
+
+
+def wider(configuration: Configuration) -> Configuration | None:
+    """The same mechanism with the next wider codes where it has groups of them; ``None`` if it has none.
+
+    >>> from baoc.core.configuration import parse
+    >>> str(wider(parse("adamw[m=int4,v=factored]"))), str(wider(parse("adamw-8"))), wider(parse("adamw-16"))
+    ('adamw[m=int8,v=factored]', 'adamw[m=bf16,v=bf16]', None)
+    """
+    codecs = tuple((slot, _WIDER.get(codec, codec)) for slot, codec in configuration.codec_names)
+    if codecs == configuration.codec_names:
+        return None
+    return dataclasses.replace(configuration, codec_names=codecs)
+
+
+def promoted(
+    plan: Plan,
+    strained: Mapping[str, float],
+    candidates: Container[Configuration],
+    room: int,
+    bytes_of: Callable[[Block], int],
+) -> tuple[Plan, list[str]]:
+    """A plan in which blocks with many strained groups have wider codes, the most strained first, and what became of
+    which, in words.
+
+    ``strained`` are shares by block, ``room`` what the budget leaves, ``candidates`` what a plan may choose.
+    """
+    blocks, told = {block.name: block for block in plan.blocks}, []
+    for name in sorted((name for name in strained if strained[name] >= MANY), key=lambda name: -strained[name]):
+        block = blocks[name]
+        configuration = wider(block.configuration)
+        if configuration is None or configuration not in candidates:
+            continue
+        why = f"promoted from {block.configuration.alias}: {strained[name]:.0%} of its groups were strained"
+        safer = dataclasses.replace(block, configuration=configuration, why=why)
+        extra = bytes_of(safer) - bytes_of(block)
+        if extra > room:
+            continue
+        room -= extra
+        blocks[name] = safer
+        told.append(f"{name}: {configuration.alias}, {why}")
+    return dataclasses.replace(plan, blocks=tuple(blocks.values())), told

@@ -182,7 +182,7 @@ APART = {
         r"ranks differ in their parameters: rank 0 has embed.weight of \(100, 64\), and rank 1 has .*\(100, 80\)",
     ),
     "a deeper model": (
-        refused(lambda rank: make(nn.Sequential(*(nn.Linear(8, 8) for _ in range(2 + rank))))),
+        refused(lambda rank: make(nn.Sequential(*(nn.Linear(8, 8) for _ in range(2 + rank))), memory=1.0)),
         r"rank 0 has no such entry, and rank 1 has 2.weight of \(8, 8\)",
     ),
     "another budget": (

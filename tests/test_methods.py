@@ -196,7 +196,8 @@ def test_budgets_hold_at_every_step(family: str, share: float) -> None:
     for _ in range(5):
         train(model, optimizer, 1)
         assert state_bytes(optimizer) <= budget
-    assert state_bytes(optimizer) == optimizer.plan.state_bytes
+    keeps_samples = getattr(optimizer, "has_profile", False)  # where the budget has room for them
+    assert (state_bytes(optimizer) > optimizer.plan.state_bytes) == keeps_samples
 
 
 @pytest.mark.parametrize("family", ["by-type", "by-size"])

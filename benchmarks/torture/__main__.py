@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 
 from benchmarks.torture import kill, mutate
@@ -11,6 +12,7 @@ from benchmarks.torture import kill, mutate
 
 def main() -> int:
     """Run one of them; the exit code says whether anything was found."""
+    os.environ.setdefault("BAOC_QUIET", "1")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.torture", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, times in (("kill", 200), ("mutate", 5000)):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import baoc
+from baoc.core.configuration import Configuration
 from baoc.core.plan import Plan
 from baoc.planning.risk import Anchors
 from experiments import methods
@@ -21,10 +22,10 @@ REPLANS = 4
 class Restarting(baoc.BAOC):
     """Forgets its state whenever it plans anew. The first plan, after the warm-up, inherits as it always does."""
 
-    def replan(self, *args: Any, **changes: Any) -> Plan:
-        """As in BAOC."""
+    def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
+        """As in BAOC, which comes here with every plan that it makes."""
         has_planned = bool(self.plan.settings.get("warmup_steps"))
-        return super().replan(*args, **changes, inherit=not has_planned)
+        super().set_plan(plan, inherit=inherit and not has_planned)
 
 
 @dataclass(frozen=True)

@@ -57,16 +57,17 @@ def frontier(planner: Planner, points: int, time: float | None = None) -> Fronti
     return Frontier(tuple(found), time, planner.reference_bytes)
 
 
-def spread(least: int, most: int, points: int) -> list[int]:
-    """Budgets from the least to the most, each larger than the one before by the same factor.
+def spread(least: int, most: int, points: int) -> list[str]:
+    """Budgets from the least to the most, each larger than the one before by the same factor, as a person writes them.
 
     >>> spread(1000, 16000, 6)
-    [1000, 2000, 4000, 8000, 16000]
+    ['1000B', '2000B', '4000B', '8000B', '16000B']
     """
     most = max(least, most)
     first = min(most, max(least, most // _SMALLEST_SHARE))  # the cheapest plan may hold nothing
     growth = (most / max(1, first)) ** (1 / max(1, points - 2))
-    return sorted({least, most, *(min(most, round(first * growth**i)) for i in range(points - 1))})
+    sizes = sorted({least, most, *(min(most, round(first * growth**i)) for i in range(points - 1))})
+    return [f"{size}B" for size in sizes]
 
 
 def smallest_budget(planner: Planner, time: float | None = None) -> int:

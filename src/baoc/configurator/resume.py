@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baoc.configurator.wishes import Wishes, is_count
+from baoc.configurator.wishes import Wishes, is_count, is_number
 from baoc.core.roles import Role
 from baoc.optim.checkpoint import CheckpointError
 from baoc.planning.risk import REGIMES
 from baoc.profiling.facts import Facts
-from baoc.profiling.sampling import Sampler
+from baoc.profiling.sampling import HISTORY, Sampler
 
 VERSION = 1
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -183,6 +183,8 @@ def _read_sampler(
     state["names"] = [names[position] for position in saved["names"]]
     if not (is_count(saved["steps"], 0) and is_count(saved["skipped"], 0)):
         raise ValueError(f"{saved['steps']!r} sampled steps, {saved['skipped']!r} skipped")
+    if len(saved["betas"]) != 2 or not all(is_number(beta) and 0 <= beta < 1 for beta in saved["betas"]):
+        raise ValueError(f"samples with the betas {saved['betas']!r}")
     if tensors:
         parts = [[names[position] for position in part] for part in saved["parts"]]
         state["parts"] = [{"names": part, **tensors[str(index)]} for index, part in enumerate(parts)]
@@ -203,5 +205,7 @@ def _check_samples(part: Mapping[str, Any], dtype: torch.dtype) -> None:
         held, wanted = part[key], torch.float32 if key == "history" else dtype
         if not isinstance(held, Tensor) or held.dtype is not wanted or not bool(held.isfinite().all()):
             raise CheckpointError(f"the checkpoint's samples are damaged: {key!r} is not of finite {wanted} numbers.")
+    if part["history"].shape[:2] != (2, HISTORY):
+        raise CheckpointError(f"the checkpoint's samples are damaged: their history is not of {HISTORY} steps.")
     if bool((part["second"] < 0).any()):
         raise CheckpointError("the checkpoint's samples are damaged: a mean of squares is negative.")

@@ -134,8 +134,14 @@ def _prepare(
         samples = found or samples
         moves.append(_move(replace(member, group=group), entry, theirs, own_plan is not None))
     scales = lr_scales(moves)
+    others = {key: value for key, value in state.items() if key not in set(keys)}
+    stray = next((key for key in others if isinstance(key, int)), None)  # torch's numbers for parameters
+    if stray is not None:
+        raise CheckpointError(
+            f"the checkpoint has state of a parameter {stray} that none of its groups has: it is damaged."
+        )
     held: defaultdict[Any, Any] = defaultdict(dict)
-    held.update({key: value for key, value in state.items() if key not in set(keys)})
+    held.update(others)
     for member, move in zip(members, moves):
         if move.holding.state:
             held[member.param] = migrate.convert(move.holding, move.layout)

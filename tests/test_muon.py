@@ -29,7 +29,14 @@ def test_it_follows_torch_where_the_settings_agree(shape):
     start = torch.randn(shape)
     ours, theirs = (nn.Parameter(start.clone()) for _ in range(2))
     optimizer = BlockOptimizer(
-        [ours], lr=0.02, weight_decay=0.1, plan="muon-32", newton_schulz=MUON, update_rms=0.2, nesterov_momentum=0.9
+        [ours],
+        lr=0.02,
+        weight_decay=0.1,
+        plan="muon-32",
+        newton_schulz=MUON,
+        update_rms=0.2,
+        nesterov_momentum=0.9,
+        momentum_rise=0,
     )
     reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
     for grad in gradients(shape, 20):

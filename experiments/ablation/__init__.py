@@ -12,19 +12,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.ablation import catalog, metrics, page
-from experiments.ablation.catalog import SETTINGS, Setting
+from experiments.ablation.catalog import PARTS, SETTINGS, Setting
 from experiments.ablation.effects import Effects
 from experiments.runs import RunOptions, Store, StoreError
 from experiments.runs.batch import run_all
 from experiments.runs.page import write_page
 
-__all__ = ["SETTINGS", "Setting", "train", "write"]
+__all__ = ["PARTS", "SETTINGS", "Setting", "train", "write"]
 
 
-def train(settings: Sequence[Setting], folder: Path, seeds: int, options: RunOptions, workers: int = 1) -> None:
+def train(
+    settings: Sequence[Setting],
+    folder: Path,
+    seeds: int,
+    options: RunOptions,
+    workers: int = 1,
+    parts: Sequence[str] = PARTS,
+) -> None:
     """Train what is missing."""
     with Store(folder).writing("ablation") as store:
-        run_all(catalog.jobs(settings, seeds, options), store, workers)
+        run_all(catalog.jobs(settings, seeds, options, parts), store, workers)
 
 
 def write(settings: Sequence[Setting], folder: Path, options: RunOptions, command: Sequence[str] = ()) -> Path:

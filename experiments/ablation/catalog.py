@@ -52,8 +52,8 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """Tells it from a longer one of the same workload."""
-        return self.workload if self.steps < _LONG else f"{self.workload}, {self.steps} steps"
+        """Tells it from a longer or a shorter one of the same workload."""
+        return f"{self.workload}, {self.steps} steps" if self.steps >= _LONG or not self.roles else self.workload
 
     def cell(self, method: str, seed: int) -> Cell:
         return Cell(self.workload, method, seed, self.lr_factor, self.steps)
@@ -73,26 +73,9 @@ def _blocks(template: str, *chosen: tuple[int, str]) -> tuple[str, ...]:
 
 
 SETTINGS = (
-    Setting(
-        "gpt-small/alpaca",
-        120,
-        blocks=_blocks(
-            "transformer.h.{layer}.{kind}.weight",
-            *((layer, kind) for layer in (0, 3) for kind in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
-            *((1, "attn.c_attn"), (1, "mlp.c_proj"), (2, "attn.c_proj"), (2, "mlp.c_fc")),
-        ),
-    ),
+    Setting("gpt-small/alpaca", 120),
     Setting("gpt-small/alpaca-gsm8k", 100, regime="fine-tuning"),
-    Setting(
-        "llama-small/gsm8k",
-        120,
-        blocks=_blocks(
-            "model.layers.{layer}.{kind}.weight",
-            *((layer, f"self_attn.{kind}_proj") for layer in (0, 3) for kind in "qvo"),
-            *((layer, f"mlp.{kind}_proj") for layer in (0, 3) for kind in ("gate", "down")),
-            *((1, "self_attn.k_proj"), (2, "mlp.up_proj")),
-        ),
-    ),
+    Setting("llama-small/gsm8k", 120),
     Setting("gpt-small-untied/alpaca", 120, roles=("head", "hidden=muon-8; head")),
     Setting("vit-small/cifar10", 150, roles=("hidden",)),
     Setting("vit-small/cifar10-classes", 100, roles=("hidden",), regime="fine-tuning", is_fitted=False),
@@ -101,6 +84,28 @@ SETTINGS = (
     # what momentum is worth shows late
     Setting("gpt-small/alpaca", 400, roles=("hidden",)),
     Setting("llama-small/gsm8k", 400, roles=("hidden",)),
+    # many runs, so short ones
+    Setting(
+        "gpt-small/alpaca",
+        60,
+        roles=(),
+        blocks=_blocks(
+            "transformer.h.{layer}.{kind}.weight",
+            *((layer, kind) for layer in (0, 3) for kind in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
+            *((1, "attn.c_attn"), (1, "mlp.c_proj"), (2, "attn.c_proj"), (2, "mlp.c_fc")),
+        ),
+    ),
+    Setting(
+        "llama-small/gsm8k",
+        60,
+        roles=(),
+        blocks=_blocks(
+            "model.layers.{layer}.{kind}.weight",
+            *((layer, f"self_attn.{kind}_proj") for layer in (0, 3) for kind in "qvo"),
+            *((layer, f"mlp.{kind}_proj") for layer in (0, 3) for kind in ("gate", "down")),
+            *((1, "self_attn.k_proj"), (2, "mlp.up_proj")),
+        ),
+    ),
 )
 
 
@@ -119,14 +124,18 @@ def block_jobs(settings: Sequence[Setting], seed: int, options: RunOptions) -> I
         yield from (_job(setting, method, seed, options) for method in ((REFERENCE, *swaps) if swaps else ()))
 
 
-def jobs(settings: Sequence[Setting], seeds: int, options: RunOptions) -> Iterator[Job]:
-    """All, seed by seed; the most telling are a seed ahead of the others and of blocks, whose effects are smaller."""
-    yield from role_jobs(settings, 0, options, is_first=True)
-    for seed in range(seeds):
-        if seed + 1 < seeds:
-            yield from role_jobs(settings, seed + 1, options, is_first=True)
-        yield from role_jobs(settings, seed, options, is_first=False)
-        yield from block_jobs(settings, seed, options)
+PARTS = ("roles", "blocks", "others")
+"""The most telling swaps of roles, single blocks, and all other swaps of roles: in this order, each seed by seed."""
+
+
+def jobs(settings: Sequence[Setting], seeds: int, options: RunOptions, parts: Sequence[str] = PARTS) -> Iterator[Job]:
+    """Those of some parts, in order."""
+    for part in (part for part in PARTS if part in parts):
+        for seed in range(seeds):
+            if part == "blocks":
+                yield from block_jobs(settings, seed, options)
+            else:
+                yield from role_jobs(settings, seed, options, is_first=part == "roles")
 
 
 def _part(role: str, is_first: bool) -> tuple[str, ...]:

@@ -27,6 +27,13 @@ examples:
 def register(commands: common.Commands) -> None:
     parser = common.add_parser(commands, "ablation", SUMMARY, DESCRIPTION, EXAMPLES)
     add_arguments(parser, "ablation", [setting.workload for setting in ablation.SETTINGS])
+    parser.add_argument(
+        "--part",
+        action="append",
+        choices=ablation.PARTS,
+        default=[],
+        help="of the runs: the most telling swaps of roles, of single blocks, or all others; repeatable (default: all)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -39,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     ]
     options = runs.RunOptions(options_of(args), eval_batches=args.eval_batches)
     if not args.tables_only:
-        ablation.train(settings, args.output, args.seeds, options, args.jobs)
+        ablation.train(settings, args.output, args.seeds, options, args.jobs, args.part or ablation.PARTS)
     print(f"saved {ablation.write(settings, args.output, options, said(args, 'ablation'))}")
 
 
@@ -71,6 +78,7 @@ def said(args: argparse.Namespace, name: str) -> list[str]:
     """What to type for the same runs; where the data lies is no part of it."""
     words = [word for workload in args.workload for word in ("--workload", workload)]
     words += [word for method in getattr(args, "method", []) for word in ("--method", method)]
+    words += [word for part in getattr(args, "part", []) for word in ("--part", part)]
     words += ["--seeds", str(args.seeds), "--eval-batches", str(args.eval_batches)]
     words += ["--steps", str(args.steps)] if args.steps else []
     words += ["--batch-size", str(args.batch_size)] if args.batch_size else []

@@ -33,7 +33,7 @@ class Setting:
     workload: str
     steps: int
     batch_size: int | None = None
-    targets: Mapping[float, float] = field(default_factory=dict)
+    targets: Mapping[float, float] = field(default_factory=dict, hash=False)
     """By budget: the difference to AdamW32's test loss in percent that it must not exceed."""
 
     def cell(self, method: str, seed: int, lr_factor: float) -> Cell:

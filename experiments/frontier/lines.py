@@ -83,9 +83,9 @@ def lines_of(setting: Setting, rows: Sequence[Row]) -> list[Line]:
     for method in dict.fromkeys(row["method"] for row in mine):
         trained = {seed: row for seed, row in finals(mine, setting, method).items() if seed in references}
         if trained:
-            grid = next(row["lr_grid"] for row in mine if row["method"] == method)
-            factor = best_factor(mine, setting, method if len(grid) > 1 else REFERENCE)
-            edge = EDGE if len(grid) > 1 and factor in (min(grid), max(grid)) else ""
+            tried = {row["lr_factor"] for row in mine if row["method"] == method and len(row["lr_grid"]) > 1}
+            factor = best_factor(mine, setting, method if tried else REFERENCE)
+            edge = EDGE if tried and factor in (min(tried), max(tried)) else ""
             found.append(Line(method, trained, references, f"x{factor:g}{edge}"))
     return found
 

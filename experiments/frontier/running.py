@@ -18,6 +18,8 @@ from experiments.runs.summary import REFERENCE
 
 CLEAR = 10.0
 """A method whose difference is so many times its spread after two seeds gets no third."""
+MOST_BEYOND = 2
+"""How many doublings beyond AdamW32's learning rates are tried."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,41 @@ def run(
     """Train what is missing. A run's learning rate may depend on those before, so there is a list for each seed."""
     stream = stream or sys.stderr
     chosen = _installed(chosen, stream)
-    grid = methods.get(REFERENCE).lr_factors
-    tries = [
-        _job(setting, REFERENCE, seed, factor, options, grid)
-        for setting in settings
-        for seed in TUNING_SEEDS[:seeds]
-        for factor in grid
-    ]
-    run_all(tries, store, workers, stream)
+    _seek_references_lr(settings, store, TUNING_SEEDS[:seeds], options, workers, stream)
     for seed in range(seeds):
         run_all(list(jobs_of(settings, chosen, store, seed, options)), store, workers, stream)
+
+
+def _seek_references_lr(
+    settings: Sequence[Setting],
+    store: Store,
+    seeds: Sequence[int],
+    options: RunOptions,
+    workers: int,
+    stream: TextIO,
+) -> None:
+    """Those of AdamW32's grid, and beyond it while the best of a workload is at an edge: all are judged against it."""
+    grids = dict.fromkeys(settings, methods.get(REFERENCE).lr_factors)
+    for _ in range(1 + MOST_BEYOND):
+        tries = [
+            _job(setting, REFERENCE, seed, factor, options, grid)
+            for setting, grid in grids.items()
+            for seed in seeds
+            for factor in grid
+        ]
+        run_all(tries, store, workers, stream)
+        grids = {setting: wider(grid, best_factor(store.rows, setting, REFERENCE)) for setting, grid in grids.items()}
+
+
+def wider(grid: tuple[float, ...], best: float) -> tuple[float, ...]:
+    """A grid with one more step beyond the best, if that is at an edge.
+
+    >>> wider((0.5, 1.0, 2.0), 2.0), wider((0.5, 1.0, 2.0), 1.0)
+    ((0.5, 1.0, 2.0, 4.0), (0.5, 1.0, 2.0))
+    """
+    low = (min(grid) / 2,) if best == min(grid) else ()
+    high = (max(grid) * 2,) if best == max(grid) else ()
+    return (*low, *grid, *high)
 
 
 def jobs_of(settings: Sequence[Setting], chosen: Chosen, store: Store, seed: int, options: RunOptions) -> Iterator[Job]:

@@ -300,6 +300,8 @@ class Plan:
                 f"expected: {_percent(self.settings['expected_loss'])} loss against AdamW32, {start}, from {runs} "
                 f"ablation runs"
             )
+            if (spread := self.settings.get("expected_spread", 0.0)) >= 0.05:
+                lines.append(f"          give or take {spread:.1f} points from one workload to another")
         return lines
 
 

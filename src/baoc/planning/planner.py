@@ -326,14 +326,22 @@ class Planner:
         )
 
     def _expectation(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """What the measured effects say of the plan, and how many runs they come from."""
+        """What the measured effects say of the plan, how far workloads were apart, and how many runs that comes from."""
         table = risks.Table.load(self.settings.table)
-        used = {(self._roles[name], block.configuration) for block in blocks for name in block.parameters}
-        effects = [table.effect(self.regime, role, configuration) for role, configuration in used]
-        found = [effect for effect in effects if effect is not None]
+        elements: dict[tuple[Role, Configuration], int] = {}
+        for block in blocks:
+            for name, shape in block.parameters.items():
+                key = self._roles[name], block.configuration
+                elements[key] = elements.get(key, 0) + math.prod(shape)
+        found = {key: effect for key in elements if (effect := table.effect(self.regime, *key)) is not None}
+        spread = sum(
+            elements[role, configuration] / max(1, self._elements[role]) * effect.spread
+            for (role, configuration), effect in found.items()
+        )
         return {
             "expected_loss": round(sum(sum(block.risk.values()) for block in blocks), 4),
-            "expected_from_runs": sum(effect.runs for effect in found),
+            "expected_spread": round(spread, 4),
+            "expected_from_runs": sum(effect.runs for effect in found.values()),
         }
 
     def _lr_scale(self, metrics: risks.BlockMetrics, configuration: Configuration) -> float:

@@ -54,6 +54,15 @@ class Effect:
     runs: int = 0  # behind it
     workloads: int = 0
 
+    @property
+    def spread(self) -> float:
+        """Standard deviation from workload to workload, where there were several.
+
+        >>> Effect(-7.0, error=1.5, runs=8, workloads=4).spread
+        3.0
+        """
+        return self.error * math.sqrt(self.workloads) if self.workloads > 1 else 0.0
+
 
 @dataclass(frozen=True)
 class Table:

@@ -101,8 +101,8 @@ def jobs_of(settings: Sequence[Setting], chosen: Chosen, store: Store, seed: int
 
 
 def is_clear(rows: Iterable[Row], setting: Setting, method: str) -> bool:
-    """Whether two seeds have said enough. BAOC, and what it is compared with, get all."""
-    if method == REFERENCE or method.startswith("baoc@"):
+    """Whether two seeds have said enough. What all are compared with gets every seed."""
+    if method == REFERENCE:
         return False
     line = next((line for line in lines_of(setting, list(rows)) if line.method == method), None)
     values = list(line.differences.values()) if line else []

@@ -11,7 +11,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baoc.core.mechanisms.normalised import MOMENTUM_RISE
@@ -21,7 +21,7 @@ from experiments.runs.batch import Job, run_all
 from experiments.runs.page import estimate, write_page
 
 CONFIGURATION = "muon-8 else adamw[m=int8,v=factored]"
-RISES = (0, 20, 40, 80)
+RISES = (0, 10, 20, 40)
 ABOUT = """\
 Momentum of step t is `min(nesterov_momentum, t / (t + momentum_rise))`, and {default:g} is the default. Test loss with
 `{configuration}`, and differences in percent to the same without a rise (momentum of 0.95 from the first step on), mean
@@ -33,24 +33,33 @@ class Setting:
     workload: str
     steps: int
     lr_factor: float = 1.0
+    batch_size: int | None = None
 
     def cell(self, rise: float, seed: int) -> Cell:
         return Cell(self.workload, f"{CONFIGURATION}; momentum_rise={rise:g}", seed, self.lr_factor, self.steps)
 
 
 SETTINGS = (
-    Setting("t5-small/gsm8k", 150, 2.0),
-    Setting("llama-small/gsm8k", 250),
     Setting("gpt-small/alpaca", 250),
+    Setting("llama-small/gsm8k", 250),
+    Setting("t5-small/gsm8k", 150, lr_factor=2.0),
     Setting("vit-small/cifar10", 300),
-    Setting("gpt-small/alpaca", 800),
+    Setting("unet-small/cifar10", 80, lr_factor=2.0, batch_size=4),
 )
+"""Those of the frontier that begin from scratch."""
 
 
 def jobs(settings: Sequence[Setting], seeds: int, options: RunOptions) -> list[Job]:
     """Seed by seed."""
-    cells = [setting.cell(rise, seed) for seed in range(seeds) for setting in settings for rise in RISES]
-    return [Job(cell, options) for cell in cells]
+    return [
+        Job(
+            setting.cell(rise, seed),
+            replace(options, workload=replace(options.workload, batch_size=setting.batch_size)),
+        )
+        for seed in range(seeds)
+        for setting in settings
+        for rise in RISES
+    ]
 
 
 def page(settings: Sequence[Setting], store: Store, seeds: int, command: str) -> str:

@@ -52,8 +52,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             does; ``"skip"`` leaves weights, state and ages as they are; ``"raise"`` stops before anything has changed.
             Each is counted in :meth:`metrics` and said once. See :class:`~baoc.optim.guard.Guard`.
         settings: hyper-parameters that belong to mechanisms, such as ``update_rms``, ``nesterov_momentum``,
-            ``momentum_rise`` and ``newton_schulz`` (``momentum``, none and ``ns_coefficients`` of ``torch.optim.Muon``),
-            or ``beta2_decay``, ``adafactor_eps`` and ``clip_threshold`` (``beta2_decay``, ``eps`` and ``d`` of
+            ``momentum_rise`` and ``newton_schulz`` (``momentum`` and ``ns_coefficients`` of ``torch.optim.Muon``), or
+            ``beta2_decay``, ``adafactor_eps`` and ``clip_threshold`` (``beta2_decay``, ``eps`` and ``d`` of
             ``torch.optim.Adafactor``).
 
     Example:

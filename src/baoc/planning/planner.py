@@ -326,7 +326,7 @@ class Planner:
         )
 
     def _expectation(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """What the measured effects say of the plan, how far workloads were apart, and how many runs that comes from."""
+        """What the measured effects say of the plan, how far workloads were apart, and from how many runs."""
         table = risks.Table.load(self.settings.table)
         elements: dict[tuple[Role, Configuration], int] = {}
         for block in blocks:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from experiments import methods, workloads
-from experiments.frontier.catalog import Setting
+from experiments.frontier.catalog import BUDGETS, Setting
 from experiments.frontier.lines import Line, budgeted, lines_of
 from experiments.runs import Row, markdown
 from experiments.runs.page import estimate
@@ -27,9 +27,23 @@ def text(settings: Sequence[Setting], rows: Sequence[Row], command: Sequence[str
     parts += ["", f"![Test loss against bytes of state]({figure})"] if figure else []
     by_setting = [(setting, lines_of(setting, rows)) for setting in settings]
     by_setting = [(setting, lines) for setting, lines in by_setting if lines]
+    parts += ["", *_overview(by_setting)]
     for setting, lines in by_setting:
         parts += ["", f"## {setting.workload}", "", *_table(setting, lines, rows)]
     return "\n".join([*parts, "", *_checks(by_setting), "", *_expectations(by_setting), ""])
+
+
+def _overview(by_setting: Sequence[tuple[Setting, Sequence[Line]]]) -> list[str]:
+    """BAOC's budgets down, workloads across."""
+    ours = [budgeted(lines) for _, lines in by_setting]
+    cells = [
+        [f"{share:g}", *(estimate(list(of[share].differences.values()), "+.1f") if share in of else "-" for of in ours)]
+        for share in BUDGETS
+        if any(share in of for of in ours)
+    ]
+    header = ["Budget", *(setting.workload for setting, _ in by_setting)]
+    about = "BAOC against AdamW32 in percent of its test loss, by the budget as a share of AdamW16's state; -: no plan fits."
+    return ["## BAOC at every budget", "", about, "", *markdown.table(header, cells, numbers=True)]
 
 
 def _table(setting: Setting, lines: Sequence[Line], rows: Sequence[Row]) -> list[str]:

@@ -42,7 +42,7 @@ def _overview(by_setting: Sequence[tuple[Setting, Sequence[Line]]]) -> list[str]
         if any(share in of for of in ours)
     ]
     header = ["Budget", *(setting.workload for setting, _ in by_setting)]
-    about = "BAOC against AdamW32 in percent of its test loss, by the share of AdamW16's state it may hold; -: no plan fits."
+    about = "BAOC against AdamW32 in percent of its test loss, by the share of AdamW16's state that is its budget."
     return ["## BAOC at every budget", "", about, "", *markdown.table(header, cells, numbers=True)]
 
 

@@ -5,7 +5,7 @@ Marks are HTML comments on the line above a block, which readers do not see:
 - ``<!-- not run: REASON -->`` above Python that a test cannot run, and above shell that it cannot parse;
 - ``<!-- output -->`` above what the block before it prints;
 - ``<!-- output of: COMMAND -->`` above what a ``baoc`` command prints;
-- ``<!-- source: FILE NAME ... -->`` above Python that stands in a file of the repository, and is run like all other.
+- ``<!-- source: FILE FIRST LAST -->`` above Python of a file, from one definition to another, which is run as well.
 
 An output may leave out how the real one begins or ends. ``python -m tests.documents`` writes all of them anew.
 """
@@ -108,23 +108,23 @@ def run(page: Path) -> list[tuple[Block, str]]:
     return compared
 
 
-def source(path: str, *names: str) -> str:
-    """Definitions of a Python file, as they are written there."""
+def source(path: str, first: str, last: str) -> str:
+    """What stands in a Python file from one definition to another."""
     text = (ROOT / path).read_text(encoding="utf-8")
-    found = {}
+    lines: dict[str, tuple[int, int]] = {}
     for node in ast.parse(text).body:
-        is_assigned = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-        name = node.targets[0].id if is_assigned else getattr(node, "name", "")  # type: ignore[attr-defined]
-        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
-        found[name] = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-    parts = [found[name] for name in names]
-    return "".join(part + ("\n" if "\n" not in part else "\n\n\n") for part in parts).rstrip("\n") + "\n"
+        names = [each.id for each in getattr(node, "targets", []) if isinstance(each, ast.Name)]
+        starts = (each.lineno for each in (node, *getattr(node, "decorator_list", [])))
+        lines |= dict.fromkeys([*names, getattr(node, "name", "")], (min(starts) - 1, node.end_lineno or 0))
+    return "\n".join(text.splitlines()[lines[first][0] : lines[last][1]]) + "\n"
 
 
-def shows(shown: str, printed: str) -> bool:
-    """Whether lines of a page are consecutive lines of what was printed."""
-    lines, all_lines = _lines(shown), _lines(printed)
-    return any(all_lines[at : at + len(lines)] == lines for at in range(len(all_lines)))
+def shows(block: Block, printed: str) -> bool:
+    """Whether a block has consecutive lines of what was printed, or all of its source."""
+    if block.mark.startswith("source: "):
+        return block.text == printed
+    lines, all_lines = _lines(block.text), _lines(printed)
+    return bool(lines) and any(all_lines[at : at + len(lines)] == lines for at in range(len(all_lines)))
 
 
 def renewed(block: Block, printed: str) -> str:
@@ -141,7 +141,7 @@ def update(page: Path) -> bool:
     """Write a page's outputs anew; whether that changed it."""
     before = text = page.read_text(encoding="utf-8")
     for block, printed in reversed(run(page)):
-        if not shows(block.text, printed):
+        if not shows(block, printed):
             text = text[: block.span[0]] + renewed(block, printed) + text[block.span[1] :]
     page.write_text(text, encoding="utf-8")
     return text != before

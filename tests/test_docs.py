@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import functools
 import importlib.util
 import re
@@ -15,6 +16,7 @@ import pytest
 import baoc
 from baoc.cli import COMMANDS
 from baoc.cli.common import Parser
+from baoc.models.resolve import load_file
 from experiments.commands import COMMANDS as EXPERIMENTS
 from tests import documents
 from tests.documents import PAGES, ROOT, Block
@@ -37,7 +39,7 @@ def test_code_runs_and_prints_what_the_page_says(page):
     pytest.importorskip("transformers")  # GPT-2's shapes
     for block, printed in documents.run(page):
         told = f"{block.place} is not what is printed now. `python -m tests.documents` writes it anew:\n\n{printed}"
-        assert documents.shows(block.text, printed), told
+        assert documents.shows(block, printed), told
 
 
 def test_what_is_not_run_says_why():
@@ -48,19 +50,25 @@ def test_what_is_not_run_says_why():
 
 def test_marks_are_known():
     for block in BLOCKS:
-        known = r"|not run: .+|output|output of: baoc .+|source: \S+\.py( \w+)+"
+        known = r"|not run: .+|output|output of: baoc .+|source: \S+\.py \w+ \w+"
         assert re.fullmatch(known, block.mark), f"{block.place}: {block.mark!r}"
     outputs = [block for block in BLOCKS if block.mark.startswith("output")]
     assert all(block.language == "text" for block in outputs)
 
 
+def shown(text: str, mark: str = "output") -> Block:
+    return Block(ROOT / "README.md", 1, "text", text, mark, (0, 0))
+
+
 def test_lines_that_are_shown_are_neighbours():
-    assert documents.shows("b\nc\n", "a\nb\nc  \nd\n")
-    assert not documents.shows("a\nc\n", "a\nb\nc\n")
+    assert documents.shows(shown("b\nc\n"), "a\nb\nc  \nd\n")
+    assert not documents.shows(shown("a\nc\n"), "a\nb\nc\n")
+    assert not documents.shows(shown(""), "a\n")
+    assert not documents.shows(shown("b\n", "source: a.py b"), "a\nb\n")
 
 
 def test_an_output_is_renewed_from_its_first_word_to_its_last():
-    block = Block(ROOT / "README.md", 1, "text", "block x\nexpected: -1%\n", "output", (0, 0))
+    block = shown("block x\nexpected: -1%\n")
     printed = "a notice\nblock  y\nmore\nexpected: -2%\nsaved\n"
     assert documents.renewed(block, printed) == "block  y\nmore\nexpected: -2%\n"
 
@@ -182,6 +190,16 @@ def test_links_to_sources_lead_to_pages_with_them(site):
     assert 'href="source/src/baoc/core/codecs/mean.py.html"' in page and 'href="contributing.html"' in page
     shown = re.sub(r"<[^>]+>", "", (site / "source/src/baoc/core/codecs/mean.py.html").read_text(encoding="utf-8"))
     assert "class MeanFormat" in shown
+
+
+def test_docstrings_are_turned_into_markdown():
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    hooks = load_file(ROOT / "docs" / "hooks.py")
+    assert doctest.testmod(hooks).failed == 0
+    assert hooks.as_markdown("An example:\n\n>>> 1 + 1\n2\n") == "An example:\n\n```pycon\n>>> 1 + 1\n2\n```"
+    together = hooks.as_markdown("Args:\n    a, b: this\n        and that\n    c: more\n")
+    assert together == "Args:\n    a: this\n        and that\n    b: this\n        and that\n    c: more"
 
 
 @of_the_site

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 
 import baoc
 from experiments.pictures import __main__ as command
-from experiments.pictures import effects, run
+from experiments.pictures import effects, run, style
 from experiments.pictures.style import colours
 
 pytest.importorskip("matplotlib")
@@ -37,6 +39,10 @@ def test_the_same_picture_is_the_same_file(tmp_path):
     for name in ("a.png", "b.png"):
         effects.draw(tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_docstring_examples():
+    assert doctest.testmod(style).failed == 0
 
 
 def test_every_configuration_that_a_plan_may_choose_has_a_colour_of_its_own():

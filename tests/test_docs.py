@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from baoc.models.resolve import load_file
 from experiments.commands import COMMANDS as EXPERIMENTS
 from tests import documents
 from tests.documents import PAGES, ROOT, Block
+from tests.test_report_page import FLAGS
 
 LINKS = re.compile(r"\]\(([^)\s#]+)[^)]*\)|<img[^>]* src=\"([^\"]+)\"")
 BLOCKS = [block for page in PAGES for block in documents.blocks_of(page)]
@@ -174,6 +176,18 @@ def test_the_site_fetches_nothing(site):
     for style in site.rglob("*.css"):
         text = style.read_text(encoding="utf-8")
         assert not re.search(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", text), style.name
+
+
+@of_the_site
+def test_search_works_from_a_disk(site, tmp_path):
+    """Where browsers start no workers, and fetch no index."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    page = (site / "start.html").as_uri() + "?q=newton"
+    flags = [*FLAGS, f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--dump-dom"]
+    shown = subprocess.run([chromium, *flags, page], capture_output=True, text=True, timeout=300).stdout
+    assert re.search(r"\d+ matching documents", shown) and "how-it-works.html" in shown
 
 
 @of_the_site

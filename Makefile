@@ -1,16 +1,20 @@
-# `make demo`, `make test` and `make bench` each set up everything they need on a fresh machine.
+# `make demo`, `make test`, `make docs` and `make bench` each set up everything they need on a fresh machine.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test bench sanitize gpu-check lint format clean
+.PHONY: demo test docs bench sanitize gpu-check lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m experiments.demo
 
 test: $(VENV)/.dev lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+# The site, warnings as errors: open build/site/index.html.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.report --output docs/results/performance.md
@@ -53,6 +57,10 @@ $(VENV)/.demo: $(VENV)/.core
 
 $(VENV)/.dev: $(VENV)/.core
 	$(PIP) --group dev --editable ".[experiments]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	$(PIP) --group docs
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.core

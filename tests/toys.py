@@ -1,4 +1,4 @@
-"""A codec and a mechanism of each kind there is room for, written as CONTRIBUTING.md says: outside of the package."""
+"""A codec and a mechanism of each kind there is room for, outside of the package; `docs/extending.md` shows some."""
 
 from __future__ import annotations
 

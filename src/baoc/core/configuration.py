@@ -92,6 +92,7 @@ class Configuration:
 
     @property
     def mechanism(self) -> Mechanism:
+        """The update rule."""
         return MECHANISMS[self.mechanism_name]
 
     @property
@@ -101,10 +102,12 @@ class Configuration:
         return tuple(slot for slot in self.mechanism.slots if slot.name in held)
 
     def codec(self, slot: str) -> Codec:
+        """How a slot is stored, where its shape allows it."""
         return CODECS[dict(self.codec_names)[slot]]
 
     @property
     def switches(self) -> Switches:
+        """The paper's tuple, read off the mechanism and the codecs."""
         mechanism = self.mechanism
         codecs = [self.codec(slot.name) for slot in self.slots]
         return Switches(
@@ -136,6 +139,11 @@ class Configuration:
         return _layout(self, tuple(shape), rows)
 
     def state_bytes(self, shape: Shape, *, rows: int | None = None) -> int:
+        """What is held for a parameter of this global shape, or for ``rows`` of it, to the byte.
+
+        >>> parse("adamw-8").state_bytes((1024, 1024)) / 1024**2
+        2.0078125
+        """
         return self.layout(shape, rows=rows).nbytes
 
     def __str__(self) -> str:

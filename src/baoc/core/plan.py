@@ -50,10 +50,12 @@ class Block:
 
     @property
     def numel(self) -> int:
+        """How many elements its parameters have."""
         return sum(math.prod(shape) for shape in self.parameters.values())
 
     @property
     def state_bytes(self) -> int:
+        """What the block holds, to the byte."""
         return self.state_bytes_as(self.configuration)
 
     def state_bytes_as(self, configuration: Configuration) -> int:
@@ -145,6 +147,7 @@ class Plan:
         return self._block_of.items()
 
     def block_of(self, parameter: str) -> Block:
+        """The block that a parameter is in, by its name."""
         return self._block_of[parameter]
 
     def __contains__(self, parameter: str) -> bool:
@@ -208,6 +211,7 @@ class Plan:
                 )
 
     def to_json(self) -> str:
+        """The text of a plan file."""
         blocks = [
             {
                 "name": block.name,
@@ -224,6 +228,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
+        """Read the text of a plan file; what is none is a :class:`PlanError` that says why."""
         try:
             content = json.loads(text)
         except json.JSONDecodeError as error:
@@ -253,6 +258,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan file."""
         with open(path, "rb") as file:
             content = file.read()
         try:

@@ -75,6 +75,7 @@ class Profile:
 
     @property
     def shapes(self) -> dict[str, Shape]:
+        """The model's parameters, in its own order."""
         return {name: record.shape for name, record in self.records.items()}
 
     def with_names(self, rename: Callable[[str], str]) -> Profile:
@@ -122,6 +123,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read a profile's file."""
         try:
             content: Any = torch.load(path, weights_only=True)
         except FileNotFoundError:

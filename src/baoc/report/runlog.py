@@ -68,6 +68,7 @@ class RunLog:
         self._write("event", step=step, text=text)
 
     def close(self) -> None:
+        """No more will be written; leaving the context does the same."""
         self._file.close()
 
     def __enter__(self) -> RunLog:

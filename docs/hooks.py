@@ -1,0 +1,184 @@
+"""What mkdocs does besides: parts of other files, links that leave the folder, and docstrings as Markdown.
+
+Files of the repository are read in their place: `README.md` gives the home page its first screen, and a link to
+`../src/baoc/core/plan.py` becomes one to a page with that file. A link to a file that is not there stays, and mkdocs
+warns of it.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import griffe
+from mkdocs.structure.files import File
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+WHOLE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+"""Pages that are files of the repository."""
+_PART = re.compile(r"^<!-- from (\S+): (\S+) -->$", re.MULTILINE)
+_LINK = re.compile(r"(?P<lead>\]\(|<img[^>]* src=\")(?P<target>[^\s()\"#:]+)(?P<end>[)#\"])")
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_LANGUAGES = {".py": "python", ".sh": "sh", ".toml": "toml", ".json": "json", ".c": "c", ".h": "c"}
+_TOGETHER = re.compile(r"^(?P<indent> +)(?P<names>\w+(?:, \w+)+): (?P<text>.*\n(?:(?P=indent) +.*\n)*)", re.MULTILINE)
+
+
+# ---- pages ----
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add pages of files outside of the folder: those that are pages as they are, and those that are linked to."""
+    for page, path in WHOLE.items():
+        files.append(File.generated(config, page, content=_relocated((ROOT / path).read_text(), path, page)))
+    linked = {target for file in files.documentation_pages() for target in _outside(_text(file), _home(file.src_uri))}
+    for path in sorted(linked - set(WHOLE.values())):
+        language = _LANGUAGES.get(Path(path).suffix, "text")
+        title = f"---\ntitle: {path}\nsearch:\n  exclude: true\n---\n\n# `{path}`\n\n"
+        code = f"````{language}\n{(ROOT / path).read_text()}\n````\n"
+        files.append(File.generated(config, _source_page(path), content=title + code))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put in what comes from elsewhere, with links that lead where they did."""
+    where = page.file.src_uri
+    if where in WHOLE or where.startswith("source/"):
+        return markdown
+    return _relocated(_with_parts(markdown), _home(where), where)
+
+
+def _text(file: File) -> str:
+    return _with_parts(file.content_string)
+
+
+def _home(page: str) -> str:
+    """Where in the repository a page was written."""
+    return WHOLE.get(page, f"docs/{page}")
+
+
+def _with_parts(markdown: str) -> str:
+    """Instead of `<!-- from FILE: NAME -->`, what the file has between `<!-- NAME -->` and `<!-- end of NAME -->`."""
+
+    def part(match: re.Match[str]) -> str:
+        path, name = match.groups()
+        _, start, rest = (ROOT / path).read_text().partition(f"<!-- {name} -->\n")
+        found, end, _ = rest.partition(f"<!-- end of {name} -->")
+        if not (start and end):
+            raise ValueError(f"{path} has no part {name!r}, between <!-- {name} --> and <!-- end of {name} -->.")
+        return _relinked(found.strip("\n"), path, lambda target: posixpath.relpath(target, "docs"))
+
+    return _PART.sub(part, markdown)
+
+
+# ---- links ----
+
+
+def _relocated(markdown: str, home: str, page: str) -> str:
+    """A page's text with links as they are from its place in the site."""
+
+    def moved(target: str) -> str:
+        if target in WHOLE.values():
+            inside = next(name for name, path in WHOLE.items() if path == target)
+        else:
+            inside = target.removeprefix("docs/") if target.startswith("docs/") else _source_page(target)
+        return posixpath.relpath(inside, posixpath.dirname(page) or ".")
+
+    return _relinked(markdown, home, moved)
+
+
+def _relinked(markdown: str, home: str, moved: Any) -> str:
+    """Links to files of the repository, each as ``moved`` has it; code and what is not there stay as they are."""
+    folder = posixpath.dirname(home)
+
+    def link(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, match["target"]))
+        return match["lead"] + moved(target) + match["end"] if (ROOT / target).is_file() else match[0]
+
+    pieces, at = [], 0
+    for fence in _FENCE.finditer(markdown):
+        pieces += [_LINK.sub(link, markdown[at : fence.start()]), fence[0]]
+        at = fence.end()
+    return "".join([*pieces, _LINK.sub(link, markdown[at:])])
+
+
+def _outside(markdown: str, home: str) -> set[str]:
+    """Files of the repository beyond the folder of documents that a text links to."""
+    found: set[str] = set()
+    _relinked(markdown, home, lambda target: found.add(target) or "")
+    return {target for target in found if not target.startswith("docs/")}
+
+
+def _source_page(path: str) -> str:
+    return f"source/{path}.md"
+
+
+# ---- docstrings ----
+
+
+class Docstrings(griffe.Extension):
+    """Roles become code, and examples become blocks of code."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Defaults that have a name are shown as numbers."""
+        for function in _functions(pkg):
+            for parameter in function.parameters:
+                if isinstance(parameter.default, griffe.ExprName):
+                    parameter.default = _value(parameter.default, pkg)
+
+
+def _functions(inside: griffe.Object) -> Iterator[griffe.Function]:
+    for member in inside.members.values():
+        if isinstance(member, griffe.Function):
+            yield member
+        elif isinstance(member, (griffe.Module, griffe.Class)):
+            yield from _functions(member)
+
+
+def _value(name: griffe.ExprName, pkg: griffe.Module) -> griffe.Expr | str:
+    """What stands behind a constant's name, where that is written out."""
+    try:
+        found = pkg.modules_collection[name.canonical_path]
+        target = found.final_target if found.is_alias else found
+    except (KeyError, griffe.GriffeError):
+        return name
+    value = getattr(target, "value", None)
+    return value if isinstance(value, str) or (value and not isinstance(value, griffe.ExprName)) else name
+
+
+def as_markdown(docstring: str) -> str:
+    """A docstring as mkdocstrings reads it.
+
+    >>> as_markdown("See :class:`~a.b.Plan`, ``x``.")
+    'See `Plan`, `x`.'
+    """
+    plain = re.sub(r":\w+:`~(?:\w+\.)*(\w+)`", r"`\1`", docstring)
+    plain = re.sub(r":\w+:`([^`]+)`", r"`\1`", plain).replace("``", "`")
+    plain = _TOGETHER.sub(_one_by_one, plain)
+    lines: list[str] = []
+    indent: str | None = None  # of the example that is being read
+    for line in [*plain.splitlines(), ""]:
+        if indent is None and line.lstrip().startswith(">>> "):
+            indent = line[: len(line) - len(line.lstrip())]
+            lines.append(f"{indent}```pycon")
+        elif indent is not None and not line.strip():
+            lines.append(f"{indent}```")
+            indent = None
+        lines.append(line)
+    return "\n".join(lines).rstrip("\n")
+
+
+def _one_by_one(entry: re.Match[str]) -> str:
+    """Arguments that are explained together, each with the explanation: the reference has a line for every one."""
+    return "".join(f"{entry['indent']}{name}: {entry['text']}" for name in entry["names"].split(", "))

@@ -12,7 +12,7 @@ from experiments.frontier.lines import Line, budgeted
 from experiments.runs.labels import Point, place_labels
 from experiments.runs.summary import REFERENCE
 
-_WIDTH, _HEIGHT, _ACROSS = 11.0, 3.4, 2  # inches of a page and of a row; plots in a row
+_WIDTH, _HEIGHT, _ACROSS = 16.0, 3.6, 4  # inches of a page and of a row; plots in a row
 _FEWEST = 0.005  # bytes per parameter; where all matrices are without state, vectors hold about as much
 _WORST = 8.0  # percent above AdamW32; what is worse is shown at the edge
 

@@ -32,6 +32,7 @@ from baoc.optim.offload.buckets import ALIGNMENT, Load, buckets
 from baoc.optim.offload.lanes import Pair, PlainLane
 from baoc.planning.placement import NoRoom, placed, plan_traffic, traffic
 from baoc.planning.planner import Planner
+from baoc.planning.settings import Settings
 from baoc.report import diff
 from tests.cases import SHAPES, by_configuration, gradients
 from tests.toys import Polar
@@ -574,6 +575,25 @@ def test_what_cannot_be_divided_is_told_in_bytes():
         placed(plan, 900, 750)
     assert caught.value.lacking == 700
     assert placed(plan, 900, 800).host_bytes == 800
+
+
+def test_a_sum_that_does_not_divide_is_planned_smaller():
+    settings = Settings.of("test", {"candidates": ["adamw-32", "adamw-8"]})
+    numel, shapes = 128 * 128, {"a.weight": (128, 128), "b.weight": (128, 128)}
+    made = Planner(shapes, None, Hyper(lr=1e-3), settings)
+    most = int(5.2 * numel)  # together one in fp32 and one in int8, but neither has room for fp32
+    assert {str(block.configuration) for block in made.plan(2 * most).blocks} == {
+        "adamw[m=fp32,v=fp32]",
+        "adamw[m=int8,v=int8]",
+    }
+    plan = made.plan(most, host_memory=most)
+    assert {block.configuration for block in plan.blocks} == {parse("adamw-8")}
+    assert max(plan.device_bytes, plan.host_bytes) <= most
+    one = Planner({"a.weight": (128, 128)}, None, Hyper(lr=1e-3), settings)
+    with pytest.raises(
+        PlanError, match=r"the smallest needs .* on one side, for it could not be divided; you gave 24.0 Ki"
+    ):
+        one.plan("24KiB", host_memory="24KiB")
 
 
 BAD = {

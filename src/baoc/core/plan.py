@@ -318,7 +318,7 @@ class Plan:
             "state": lambda block: human_bytes(block.state_bytes),
         }
         if any(block.host for block in self.blocks):
-            columns["on"] = lambda block: "host" if block.host else "device"
+            columns["on"] = lambda block: "host" if block.host else "-"
         if wide or not is_expectation:
             columns["lr scale"] = lambda block: "-" if block.lr_scale is None else f"{block.lr_scale:.3g}"
         if any(block.risk for block in self.blocks):

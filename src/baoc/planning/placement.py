@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -16,6 +16,7 @@ WIDTH = 2
 """Bytes of an element of parameters and gradients, where nobody says: those of bf16."""
 DIRECTION_WIDTH = 4
 """Of a direction that goes up to be finished on the device."""
+_DIVISIONS = 8  # that are tried
 
 
 class NoRoom(ValueError):
@@ -62,6 +63,23 @@ def plan_traffic(plan: Plan, weights: int = WIDTH, gradients: int = WIDTH) -> Tr
     return Traffic(sum(one.down for one in each), sum(one.up for one in each))
 
 
+def divided(plan_for: Callable[[int], Plan], device: int, host: int, rows: Mapping[str, int]) -> Plan:
+    """The plan for the sum of two budgets, divided between them: see :func:`placed`.
+
+    No tensor is cut, so the sum's plan may not divide: then one is made for what found room, and so on; at last one for
+    the larger budget alone, which always does.
+    """
+    largest, total = max(device, host), device + host
+    for left in reversed(range(_DIVISIONS)):
+        plan = plan_for(total)
+        try:
+            return placed(plan, device, host, rows)
+        except NoRoom as error:
+            found_room = replace(plan, rows=rows).state_bytes_per_rank - error.lacking
+            total = max(largest, found_room) if left > 1 else largest
+    raise AssertionError("a plan for one budget did not fit it")
+
+
 def placed(plan: Plan, device: int, host: int, rows: Mapping[str, int] = MappingProxyType({})) -> Plan:
     """The same plan with at most so many bytes of state on the device and so many in host memory.
 
@@ -72,10 +90,10 @@ def placed(plan: Plan, device: int, host: int, rows: Mapping[str, int] = Mapping
 
     >>> plan = Plan.uniform("adamw-8", {"wte.weight": (512, 64), "h.weight": (64, 64), "h.bias": (64,)})
     >>> print(placed(plan, device=9_000, host=70_000))
-    block       tensors  parameters  configuration     state  on      lr scale
-    ----------  -------  ----------  -------------  --------  ------  --------
-    all               2        4160  adamw-8         8.6 KiB  device         -
-    all (host)        1       32.8K  adamw-8        65.0 KiB  host           -
+    block  tensors  parameters  configuration     state  on    lr scale
+    -----  -------  ----------  -------------  --------  ----  --------
+    all          2        4160  adamw-8         8.6 KiB  -            -
+    all'         1       32.8K  adamw-8        65.0 KiB  host         -
     73.6 KiB of state, 51.0% of AdamW16's 144.5 KiB; 65.0 KiB of it in host memory
 
     Raises:
@@ -123,6 +141,6 @@ def _divided(block: Block, offloaded: Set[str]) -> Iterator[Block]:
     if not there or not here:
         yield replace(block, host=bool(there))
         return
-    for name, parameters, host in ((block.name, here, False), (f"{block.name} (host)", there, True)):
+    for name, parameters, host in ((block.name, here, False), (f"{block.name}'", there, True)):
         part = replace(block, name=name, parameters=parameters, host=host)
         yield replace(part, risk={term: value * part.numel / block.numel for term, value in block.risk.items()})

@@ -34,7 +34,6 @@ DEFAULT_MEMORY = 0.5
 TOKENS = 4096
 """Of a step, until some were counted: few enough that an expensive update is not chosen by mistake."""
 _RELATIVE_GAP, _MOST_STATES = 1e-6, 2**21  # a second at the most
-_DIVISIONS = 8  # plans that are made to fit between two budgets, before the larger one alone has to do
 _UNWANTED = 10.0  # risk of anything but the reference's mechanism for a block without signal
 _PLURAL = {
     Role.VECTOR: "vectors",
@@ -102,7 +101,7 @@ class Planner:
         is nothing there.
         """
         time = self.time_budget(time)
-        if self.host_budget(host_memory):
+        if host_memory is not None and self.host_budget(host_memory):
             check_budgets(memory, host_memory)
             return self._divided_plan(memory, host_memory, time, taken)
         budget = self.budget(memory, time, taken=taken)
@@ -112,35 +111,25 @@ class Planner:
             raise self._infeasible(error, memory, budget, time, taken) from error
         return self._plan(solution, budget - taken, time)
 
-    def _divided_plan(
-        self, memory: float | int | str, host_memory: float | int | str | None, time: float, taken: int
-    ) -> Plan:
-        """The plan for the sum of two budgets, divided between them.
-
-        No tensor is cut, so the sum's may not divide: then it is made again for what found room, and so on; in the end
-        for the larger budget alone, which always divides.
-        """
+    def _divided_plan(self, memory: float | int | str, host_memory: float | int | str, time: float, taken: int) -> Plan:
         device, host = self.budget(memory, time, divided=True) - taken, self.host_budget(host_memory)
-        largest, total = max(device, host), device + host
-        for left in reversed(range(_DIVISIONS)):
+
+        def plan_for(total: int) -> Plan:
             try:
                 solution = self._solve(total if device >= 0 else -1, time)
             except Infeasible as error:
                 if error.smallest_memory is None:
                     raise self._infeasible(error, memory, device, time) from error
                 needed = f"{error.smallest_memory} B ({human_bytes(error.smallest_memory)})"
-                whole = "" if total == device + host else " on one side: it could not be divided between them"
+                whole = "" if total == device + host else " on one side, for it could not be divided"
                 raise PlanError(
                     f"no plan fits memory={memory!r} and host_memory={host_memory!r}: the smallest needs {needed}"
                     f"{whole}; you gave {human_bytes(device + taken)} and {human_bytes(host)}."
                 ) from error
             plan = self._plan(solution, device, time)
-            plan = replace(plan, settings={**plan.settings, "host_memory_budget": host})
-            try:
-                return placement.placed(plan, device, host, self._rows)
-            except placement.NoRoom as error:
-                total = max(largest, solution.memory_used - error.lacking) if left > 1 else largest
-        raise AssertionError("a plan for one budget did not fit it")
+            return replace(plan, settings={**plan.settings, "host_memory_budget": host})
+
+        return placement.divided(plan_for, device, host, self._rows)
 
     def host_budget(self, host_memory: float | int | str | None) -> int:
         """Bytes of a budget for host memory; none is none."""

@@ -308,17 +308,19 @@ class Plan:
         return self.table()
 
     def table(self, *, wide: bool = False) -> str:
-        """What each block has, what that holds in all, and what is expected of it; ``wide`` shows all that is known."""
+        """What each block has, what that holds in all, and what is expected of it; ``wide`` shows all that is known.
+
+        State with a star is in host memory.
+        """
         is_expectation = "expected_loss" in self.settings
+        mark = {True: "*", False: " "} if any(block.host for block in self.blocks) else {False: ""}
         columns: dict[str, Callable[[Block], object]] = {
             "block": lambda block: block.name if wide else _cut(block.name),
             "tensors": lambda block: len(block.parameters),
             "parameters": lambda block: human_count(block.numel),
             "configuration": lambda block: str(block.configuration) if wide else block.configuration.alias,
-            "state": lambda block: human_bytes(block.state_bytes),
+            "state": lambda block: human_bytes(block.state_bytes) + mark[block.host],
         }
-        if any(block.host for block in self.blocks):
-            columns["on"] = lambda block: "host" if block.host else "-"
         if wide or not is_expectation:
             columns["lr scale"] = lambda block: "-" if block.lr_scale is None else f"{block.lr_scale:.3g}"
         if any(block.risk for block in self.blocks):
@@ -328,9 +330,7 @@ class Plan:
             columns["why"] = lambda block: block.why
         rows = [[text(block) for text in columns.values()] for block in self.blocks]
         right = [
-            name
-            for name in columns
-            if name not in ("block", "configuration", "on", "why") and not (wide and name == "risk")
+            name for name in columns if name not in ("block", "configuration", "why") and not (wide and name == "risk")
         ]
         return "\n".join([table(list(columns), rows, right=right), *self._summary()])
 
@@ -340,7 +340,7 @@ class Plan:
             f"{human_bytes(self.state_bytes)} of state, {share:.1%} of AdamW16's {human_bytes(self.reference_bytes)}"
         ]
         if self.host_bytes:
-            lines[0] += f"; {human_bytes(self.host_bytes)} of it in host memory"
+            lines[0] += f"; *{human_bytes(self.host_bytes)} in host memory"
         if self.rows:
             lines[0] += f"; at most {human_bytes(self.state_bytes_per_rank)} on a rank"
         if "expected_loss" in self.settings:

@@ -45,8 +45,7 @@ def refuse_offloading(members: Iterable[Member], plan: Plan) -> None:
         if obstacle:
             raise PlanError(
                 f"the state of parameter {member.name!r} cannot be in host memory while it is on "
-                f"{member.param.device}: {obstacle}. Plan without offload= and host_memory=; FSDP2's own "
-                "CPUOffloadPolicy keeps parameters, gradients and state on the host."
+                f"{member.param.device}: {obstacle}. Leave out offload= and host_memory=, or its block's host."
             )
 
 

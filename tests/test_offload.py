@@ -305,6 +305,15 @@ def test_a_size_that_is_none_is_refused(size):
     assert bucket_bytes("1MiB") == bucket_bytes(2**20) == 2**20 and bucket_bytes(2**20) % ALIGNMENT == 0
 
 
+def test_what_is_neither_yes_nor_no_is_refused():
+    with pytest.raises(ValueError, match=r"offload is \['all'\]; it must be True .* plan.offloaded\('matrices'\)"):
+        BlockOptimizer(parameters(), plan="adamw-8", offload=["all"])
+    with pytest.raises(TypeError, match=r"BAOC has no argument 'offload'. Did you mean 'host_memory'"):
+        BAOC(Net(), offload=True)
+    with pytest.raises(TypeError, match=r"BlockOptimizer has no argument 'host_memory'. Did you mean 'offload'"):
+        BlockOptimizer(parameters(), host_memory=0.5)
+
+
 # ---- bytes on each side ----
 
 
@@ -458,6 +467,10 @@ def test_sharded_parameters_of_another_device_are_refused_by_name(tmp_path):
                 PlanError, match=r"state of parameter 'w' cannot be in host memory .*meta: it is sharded"
             ):
                 build()
+        late = BlockOptimizer([("v", nn.Parameter(torch.ones(8)))], offload=True)
+        with pytest.raises(PlanError, match=r"state of parameter 'w' cannot be in host memory"):
+            late.add_param_group({"params": [("w", sharded)]})
+        assert [member.name for member in late.members()] == ["v"], "as if it had never come"
         here = nn.Parameter(DTensor.from_local(torch.ones(64, 64), mesh, [Shard(0)]))
         assert BlockOptimizer([("w", here)], plan="adamw-8", offload=True).plan.device_bytes == 0
     finally:

@@ -38,6 +38,16 @@ def refuse_two_answers(members: Iterable[Member], defaults: Plan) -> None:
         )
 
 
+def checked_offload(offload: bool | None) -> bool | None:
+    """The argument of this name, or an error."""
+    if offload not in (None, True, False):
+        raise ValueError(
+            f"offload is {offload!r}; it must be True (state of all blocks in host memory), False or None. For some "
+            "blocks give a plan that says so, such as plan.offloaded('matrices')."
+        )
+    return offload
+
+
 def refuse_offloading(members: Iterable[Member], plan: Plan) -> None:
     """Raise if a plan has state in host memory where that cannot be."""
     for member in members:

@@ -24,7 +24,6 @@ from baoc.optim.kernels.job import Job, Numbers, advance_ages
 from baoc.optim.lr_match import lr_scales
 from baoc.optim.measure import held_bytes, state_bytes
 from baoc.optim.offload import BUCKET_BYTES, bucket_bytes
-from baoc.optim.place import place_of
 from baoc.optim.rehearsal import is_rehearsal
 from baoc.optim.state import new_state
 from baoc.optim.watch import Watch, strained_shares
@@ -93,7 +92,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         own = {setting.name: setting.default for setting in known_settings().values()}
         check_names(settings, type(self).__name__, (*_ARGUMENTS, *own))
         self._engine = Engine(kernel, bucket_bytes(offload_bucket))
-        self._offload = offload
+        self._offload = checks.checked_offload(offload)
         self._guard = Guard(on_nonfinite)
         self._watch = Watch()
         self._plan_given = plan is not None
@@ -119,10 +118,10 @@ class BlockOptimizer(torch.optim.Optimizer):
             checks.refuse_two_answers(self.members(), Plan.uniform(self._default, shapes, self._roles_of(shapes)))
             plan = plan if offload is None else plan.offloaded(host=offload)
             plan.check(shapes)
+            checks.refuse_offloading(self.members(), plan)
             self._plan = plan
         else:
             Plan.refuse_unsuited(self._default, shapes, self._roles_of(shapes))
-        checks.refuse_offloading(self.members(), self._plan)
         if plan is not None:
             checks.refuse_idle(self._plan, settings)
         if not self._plans_later:
@@ -141,14 +140,14 @@ class BlockOptimizer(torch.optim.Optimizer):
         super().add_param_group(group)
         try:
             named = [(name, param) for name, param in groups.named_params(self.param_groups) if name not in self._plan]
-            for name, param in named:
-                place_of(param, name)
+            plan = self._extended(self._plan, index, configuration, named)
+            checks.refuse_offloading(groups.members(self.param_groups, plan), plan)
         except Exception:
             del self.param_groups[index]  # refused: as if it had never come
             raise
         checkpoint.reserve(self.param_groups, checkpoint.PLAN)
         self._plan_given |= "configuration" in param_group
-        self._plan = self._extended(self._plan, index, configuration, named)
+        self._plan = plan
         if self._complete is not None and not self._plans_later:
             self._allocate_sharded()
 
@@ -260,9 +259,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = (
-            *("_engine", "_offload", "_guard", "_watch", "_plan_given", "_default", "_plan", "_roles", "_has_stepped"),
-        )
+        own = ("_engine", "_offload", "_guard", "_watch", "_plan_given", "_default", "_plan", "_roles", "_has_stepped")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -64,9 +64,10 @@ class OffloadKernel:
             job.refuse_freed()
             if job.param.numel():
                 (matrices if _goes_up_as_direction(job) else whole).append(job)
-        spiked = [self._device.run(own)] if own else []  # first: a GPU works on it while the host does the rest
         self._staging.begin()
-        run_matrices(matrices, self._rows(matrices, spiked))  # likewise
+        spiked = [self._device.run(own)] if own else []  # first: a GPU works on it while the host does the rest
+        if matrices:  # likewise
+            run_matrices(matrices, self._rows(matrices, spiked))
         self._staging.run(whole, lambda staged: spiked.append(self._host.run(staged)))
         self._staging.lane.end()
         return any(spiked)

@@ -259,6 +259,10 @@ def test_the_most_strained_is_promoted_first_and_only_into_room():
     extra = parse("muon-8").state_bytes((64, 128)) - parse("muon-4").state_bytes((64, 128))
     strained = {"a": 0.6, "b": 0.9, "c": 0.2}
     for room, expected in ((0, []), (extra, ["b"]), (2 * extra, ["b", "a"]), (9 * extra, ["b", "a"])):
-        plan, told = promoted(Plan(blocks), strained, [parse("muon-8")], room, lambda block: block.state_bytes)
+
+        def fits(plan: Plan, most: int = Plan(blocks).state_bytes + room) -> bool:
+            return plan.state_bytes <= most
+
+        plan, told = promoted(Plan(blocks), strained, [parse("muon-8")], fits)
         assert [line.partition(":")[0] for line in told] == expected
         assert plan.state_bytes - Plan(blocks).state_bytes <= room

@@ -139,7 +139,7 @@ def test_a_batch_needs_no_more_than_it_may():
     held = [tensor for job in jobs for tensor in (job.param, job.grad, *job.state.values()) if torch.is_tensor(tensor)]
     before = sum(tensor.numel() * 4 for tensor in held)
     with PeakMemory(held) as memory:
-        matrices.run_matrices(jobs, 1 << 16)
+        matrices.run_matrices(jobs, matrices.EagerRows(1 << 16))
     assert memory.peak - before <= 4 * matrices.BATCH_NUMEL + 16 * (1 << 16) * 4
 
 

@@ -48,8 +48,8 @@ LAYERS = {
         "plan",
     ],
     "optim": [
-        *("place", "measure", "blocks", "groups", "state", "kernels", "guard", "watch"),
-        *("migrate", "lr_match", "torch_state", "checkpoint", "optimizer"),
+        *("place", "measure", "blocks", "groups", "state", "kernels", "offload", "engine", "guard", "watch"),
+        *("rehearsal", "checks", "migrate", "lr_match", "torch_state", "checkpoint", "optimizer"),
     ],
 }
 

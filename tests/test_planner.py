@@ -578,6 +578,7 @@ TYPES = {
     "string": str,
     "number": (int, float),
     "integer": int,
+    "boolean": bool,
     "null": type(None),
 }
 
@@ -599,7 +600,8 @@ def faults(value: Any, rule: dict[str, Any], root: dict[str, Any], place: str = 
         found.append(f"{place} is {value!r}")
     types = rule.get("type", list(TYPES))
     allowed = [types] if isinstance(types, str) else types
-    if isinstance(value, bool) or not any(isinstance(value, TYPES[name]) for name in allowed):
+    is_right = "boolean" in allowed if isinstance(value, bool) else any(isinstance(value, TYPES[n]) for n in allowed)
+    if not is_right:
         return [*found, f"{place} is not {allowed}"]
     if isinstance(value, (int, float)):
         if not value >= rule.get("minimum", -math.inf) or not value > rule.get("exclusiveMinimum", -math.inf):

@@ -230,7 +230,7 @@ SABOTAGES = {
 }
 # what C code would have followed to a bad address
 FATAL = {
-    move_state: "'second.weight' .* is on cpu, but its 'm.codes' is on meta",
+    move_state: "'second.weight' .* keeps its state on cpu, but its 'm.codes' is on meta",
     free_the_parameter: "'second.weight' cannot be updated: the memory of it was freed",
     free_the_state: "'second.weight' cannot be updated: the memory of its 'v.codes' was freed",
     free_the_gradient: "'second.weight' cannot be updated: the memory of its gradient was freed",

@@ -31,6 +31,7 @@ def make_plan(
     memory: float | int | str = DEFAULT_MEMORY,
     time: float | None = None,
     *,
+    host_memory: float | int | str | None = None,
     hyper: Hyper | None = None,
     ranks: int = 1,
     **settings: Any,
@@ -38,8 +39,9 @@ def make_plan(
     """The plan of least risk for a profile within a memory and a time budget.
 
     ``memory`` is a share of AdamW16's state (0.5, "50%"), bytes (an int), a size ("1.5GiB") or "auto"; ``time`` bounds
-    how long a training step may become, relative to one with AdamW16. A budget like "2GiB/rank" is what each of
-    ``ranks`` may hold that parameters are sharded over. ``settings`` are those of
+    how long a training step may become, relative to one with AdamW16. With ``host_memory``, a budget for state in host
+    memory, ``memory`` is for what the device holds, and the plan says what is where. A budget like "2GiB/rank" is what
+    each of ``ranks`` may hold that parameters are sharded over. ``settings`` are those of
     :class:`~baoc.planning.planner.Settings`.
 
     >>> model = nn.Linear(64, 128)
@@ -51,7 +53,8 @@ def make_plan(
     chosen = Settings.of("make_plan", settings)
     rows = {name: fullest(shape[0], ranks) for name, shape in profile.shapes.items() if shape}
     of_a_rank = rows if is_per_rank(memory) else {}
-    plan = Planner(profile.shapes, profile, hyper or Hyper(lr=1e-3), chosen, rows=of_a_rank).plan(memory, time)
+    planner = Planner(profile.shapes, profile, hyper or Hyper(lr=1e-3), chosen, rows=of_a_rank)
+    plan = planner.plan(memory, time, host_memory=host_memory)
     return plan.sharded(ranks) if ranks > 1 else plan
 
 

@@ -51,6 +51,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON for a program")
 
 
+def add_host_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host-memory",
+        metavar="BUDGET",
+        type=budget,
+        help="for state in host memory, likewise; --memory is then for what the GPU holds",
+    )
+
+
 def add_planning(parser: argparse.ArgumentParser) -> None:
     """The options that :class:`Settings` are made from."""
     parser.add_argument(

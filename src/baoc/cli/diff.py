@@ -15,8 +15,8 @@ from baoc.report.diff import diff_table
 SUMMARY = "what is different between two plans"
 
 DESCRIPTION = """\
-Show the parameters whose configuration, lr scale or block is not the same in both plans, with their bytes before and
-after. The exit code is 0 whether there are any or not."""
+Show the parameters whose configuration, lr scale or block is not the same in both plans, or whose state is in host
+memory in one of them, with their bytes before and after. The exit code is 0 whether there are any or not."""
 
 EXAMPLES = """\
 examples:
@@ -55,12 +55,15 @@ def run(args: argparse.Namespace) -> None:
         f"state: {human_bytes(before.state_bytes)} -> {human_bytes(after.state_bytes)} "
         f"({sign}{human_bytes(abs(change))}{share})"
     )
+    if before.host_bytes or after.host_bytes:
+        print(f"in host memory: {human_bytes(before.host_bytes)} -> {human_bytes(after.host_bytes)}")
 
 
 _LABELS = {
     "configuration": "in configuration",
     "lr_scale": "in lr scale",
     "block": "in block",
+    "host": "in where state is",
     "shape": "in shape",
     "removed": "only in the first plan",
     "added": "only in the second plan",
@@ -83,6 +86,8 @@ def _content(before: Plan, after: Plan, changes: list[Change]) -> dict[str, obje
     return {
         "state_bytes_before": before.state_bytes,
         "state_bytes_after": after.state_bytes,
+        "host_bytes_before": before.host_bytes,
+        "host_bytes_after": after.host_bytes,
         "changes": [
             {
                 "parameter": change.parameter,

@@ -17,7 +17,8 @@ from baoc.fit.inputs import LENGTH
 from baoc.models import MODELS
 from baoc.models.resolve import resolve
 from baoc.planning import risk as risks
-from baoc.planning.settings import AUTO, Settings
+from baoc.planning.planner import DEFAULT_MEMORY, check_budgets
+from baoc.planning.settings import Settings
 
 SUMMARY = "will it fit? Memory of a training step on every GPU, and the best plan for it"
 DOES_NOT_FIT = 1
@@ -100,6 +101,7 @@ def register(commands: common.Commands) -> None:
         type=common.budget,
         help="ask about this budget for state (25%%, 1.5GiB, auto), instead of the best that fits",
     )
+    common.add_host_memory(parser)
     parser.add_argument(
         "--regime", choices=risks.REGIMES, default=risks.REGIMES[0], help="of training (default: %(default)s)"
     )
@@ -110,8 +112,7 @@ def register(commands: common.Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the answer, or its JSON; the exit code says whether it fits."""
-    if args.memory is not None and args.memory != AUTO:
-        memory_budget(args.memory, 1)
+    check_budgets(DEFAULT_MEMORY if args.memory is None else args.memory, args.host_memory)
     with contextlib.redirect_stdout(sys.stderr):  # what a model prints while it is built is not our output
         model = resolve(args.model)
     if states.is_asked(args):
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     )
     fitter = Fitter(Measured(model, args.activations), Settings(regime=args.regime))
     with contextlib.redirect_stdout(sys.stderr):
-        answer = fitter.ask(setup, args.gpu, args.memory)
+        answer = fitter.ask(setup, args.gpu, args.memory, args.host_memory)
     if args.json:
         print(json.dumps(content(args.model, answer), indent=2))
     else:
@@ -148,6 +149,7 @@ def content(model: str, answer: Answer) -> dict[str, Any]:
         "fits": answer.fits,
         "total_bytes": answer.chosen.total,
         "bytes": {**answer.memory.parts, "optimizer state": answer.chosen.state},
+        "host_bytes": plan.host_bytes,
         "activations_unknown": answer.memory.unknown or None,
         "plan": json.loads(plan.to_json()),
         "choices": [

@@ -50,7 +50,8 @@ def print_answer(name: str, model: nn.Module, answer: Answer) -> None:
     console.print(_limit(answer), markup=False)
     console.print(Text(verdict(answer), "bold green" if answer.fits else "bold red"), "\n", sep="\n", end="")
     console.print(_choices(answer), "\n", sep="\n", end="", markup=False)
-    console.print(_changes(answer), "\n", sep="\n", end="", markup=False)
+    if answer.changes:
+        console.print(_changes(answer), "\n", sep="\n", end="", markup=False)
     console.print("The plan:")
     console.print(str(answer.chosen.plan), markup=False)
 

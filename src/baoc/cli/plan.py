@@ -13,13 +13,11 @@ import torch
 
 from baoc.cli import common
 from baoc.cli.workload import is_workload, load_workload
-from baoc.core.plan import memory_budget
 from baoc.core.text import human_bytes
 from baoc.models import MODELS
 from baoc.models.resolve import resolve
 from baoc.planning.estimate import trainable_shapes
-from baoc.planning.planner import DEFAULT_MEMORY, Planner
-from baoc.planning.settings import AUTO
+from baoc.planning.planner import DEFAULT_MEMORY, Planner, check_budgets
 from baoc.profiling.facts import Facts
 from baoc.profiling.profile import Profile
 from baoc.report.progress import MovingLine
@@ -54,6 +52,7 @@ def register(commands: common.Commands) -> None:
         help="for optimizer state: a share of AdamW16's (40%% or 0.4), a size (1.5GiB), bytes, or auto for the least "
         "that is expected to be as good as any (default: %(default)s)",
     )
+    common.add_host_memory(parser)
     parser.add_argument(
         "--steps",
         metavar="N",
@@ -77,11 +76,10 @@ def run(args: argparse.Namespace) -> None:
     """Print the plan, or its JSON, and save it."""
     common.check_writable(args.output)
     common.check_writable(args.profile_out)
-    if args.memory != AUTO:
-        memory_budget(args.memory, 1)
+    check_budgets(args.memory, args.host_memory)
     common.settings_of(args)  # wrong options should not cost a warm-up
     planner = _planner(args)
-    plan = planner.plan(args.memory, args.time)
+    plan = planner.plan(args.memory, args.time, host_memory=args.host_memory)
     print(plan.to_json() if args.json else plan.table(wide=args.wide))
     if args.output is not None:
         plan.save(args.output)

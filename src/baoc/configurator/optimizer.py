@@ -28,7 +28,8 @@ from baoc.core.spec import DEFAULT_BETAS, Hyper, real_shape
 from baoc.core.text import check_names, human_bytes
 from baoc.optim import checkpoint, groups
 from baoc.optim.groups import Group, Member
-from baoc.optim.optimizer import REHEARSERS, is_called_by
+from baoc.optim.offload import BUCKET_BYTES
+from baoc.optim.rehearsal import REHEARSERS, is_called_by
 from baoc.optim.watch import strained_shares
 from baoc.planning import risk as risks
 from baoc.planning.planner import DEFAULT_MEMORY, Planner
@@ -47,6 +48,7 @@ _ARGUMENTS = (
         "eps",
         "weight_decay",
         "memory",
+        "host_memory",
         "time",
         "warmup",
         "warmup_base",
@@ -54,6 +56,7 @@ _ARGUMENTS = (
         "seed",
     ),
     *("settle", "replan_every", "maximize", "kernel", "on_nonfinite", "promote", "quiet", "process_group"),
+    "offload_bucket",
 )
 _REPORT_EVERY = 10
 _SAMPLES_SHARE = 0.1  # of the budget, at most, in a warm-up whose plan can do without
@@ -72,6 +75,9 @@ class BAOC(Resumable):
             ``tolerance`` percent of loss. It holds from the first step on, the sampler included. Of sharded parameters
             it is what all ranks hold together, so that the plan does not depend on their number, or, with "2GiB/rank",
             what the fullest may hold.
+        host_memory: a budget for state in host memory, likewise. Then ``memory`` is for what the device holds, what
+            each block has is chosen for both together, and where it is so that a step copies as little as it can. Such
+            blocks are updated on the host, which takes its time: it is not counted in ``time``.
         time: how long a training step may become, relative to one with AdamW16; ``math.inf`` lifts it. It is estimated
             from the operations of a step, never timed. In the paper's space, the mean of update-time ratios.
         warmup: steps before the plan is made, whose gradients are sampled.
@@ -83,7 +89,8 @@ class BAOC(Resumable):
         replan_every: make a new plan every so many steps; sampling then goes on. A plan that cannot be made at its
             moment is logged and tried again after as many steps (without ``replan_every``, after another ``warmup``);
             until then training goes on with the plan it has.
-        kernel, on_nonfinite: as in :class:`BlockOptimizer`. A step that is skipped is none of the warm-up.
+        kernel, on_nonfinite, offload_bucket: as in :class:`BlockOptimizer`. A step that is skipped is none of the
+            warm-up.
         promote: every 100 steps, give wider codes to a block half of whose int8 or int4 groups are strained, if the
             budget has room and a plan may choose them: ``int4`` becomes ``int8``, and that ``bf16``. The next plan that
             is made starts anew. With ``forbid``, nothing is promoted.
@@ -119,6 +126,7 @@ class BAOC(Resumable):
         weight_decay: float = 1e-2,
         *,
         memory: float | int | str = DEFAULT_MEMORY,
+        host_memory: float | int | str | None = None,
         time: float | None = None,
         warmup: int = WARMUP,
         warmup_base: Plan | Configuration | str | None = None,
@@ -129,6 +137,7 @@ class BAOC(Resumable):
         maximize: bool = False,
         kernel: str = "auto",
         on_nonfinite: str = "step",
+        offload_bucket: int | str = BUCKET_BYTES,
         promote: bool = False,
         quiet: bool = False,
         process_group: agreement.Group = None,
@@ -136,7 +145,7 @@ class BAOC(Resumable):
     ) -> None:
         own = {name: settings.pop(name) for name in known_settings() if name in settings}
         check_names(settings, "BAOC", (*_ARGUMENTS, *known_settings(), *(each.name for each in fields(Settings))))
-        asked = Wishes(memory, time, warmup, settle, replan_every, Settings.of("BAOC", settings))
+        asked = Wishes(memory, time, warmup, settle, replan_every, Settings.of("BAOC", settings), host_memory)
         if not is_count(seed, at_least=0):
             raise ValueError(f"seed is {seed!r}; it must be a whole number of at least 0.")
         if not is_number(sample_ratio):
@@ -145,6 +154,7 @@ class BAOC(Resumable):
         self._group = process_group
         self._quiet, self._promotes, self._promotions = quiet, promote, 0
         common: dict[str, Any] = {"maximize": maximize, "kernel": kernel, "on_nonfinite": on_nonfinite}
+        common |= {"offload_bucket": offload_bucket}
         super().__init__(params, lr, betas, eps, weight_decay, **common, **own)
         self._facts = Facts.of(params if isinstance(params, nn.Module) else self._params())
         self._module = self._tokens = None
@@ -167,12 +177,15 @@ class BAOC(Resumable):
         """As in :class:`BlockOptimizer`, with the steps that were made, whether they are still of the warm-up (1 or
         0), the budget in bytes, and how many blocks were given wider codes.
         """
+        device, host = self._budgets(self._planner(None, self._wishes), self._wishes)
         own = {
             "steps": self._progress.steps,
             "warmup": self._progress.since_plan is None,
-            "budget_bytes": self._budget(self._wishes),
+            "budget_bytes": device,
             "promotions": self._promotions,
         }
+        if self._wishes.host_memory is not None:
+            own["host_budget_bytes"] = host
         return {key: float(number) for key, number in own.items()} | super().metrics()
 
     def replan(
@@ -180,16 +193,18 @@ class BAOC(Resumable):
         memory: float | int | str | None = None,
         time: float | None = None,
         *,
+        host_memory: float | int | str | None = None,
         profile: Profile | None = None,
         inherit: bool = True,
         **settings: Any,
     ) -> Plan:
         """Make and adopt a new plan now: another budget, other settings, or newer gradients.
 
-        What is not given stays as it was. State is inherited; ``inherit=False`` restarts it. With several ranks, all
-        must call it.
+        What is not given stays as it was; ``host_memory=0`` takes all state back to the device. State is inherited;
+        ``inherit=False`` restarts it. With several ranks, all must call it.
         """
-        changed = self._wishes.changed("replan", memory, time, settings)
+        budgets = {"memory": memory, "time": time, "host_memory": host_memory}
+        changed = self._wishes.changed("replan", budgets, settings)
         plan, keeps_samples = self._decided_plan(
             profile or self._profile(), changed, needs_profile=_needs_samples(changed)
         )
@@ -215,7 +230,7 @@ class BAOC(Resumable):
             if "configuration" not in param_group and not _needs_samples(self._wishes):
                 roles = {name: role_of(shape, name) for name, shape in new.items()}
                 self._names, self._facts = [*names, *new], dataclasses.replace(facts, roles={**facts.roles, **roles})
-            elif self._held_bytes() <= self._budget(self._wishes):
+            elif self._fits(self.plan):
                 return
             best, keeps_samples = self._best_plan(self._profile(), self._wishes)
             self._adopt(best, inherit=True, keeps_samples=keeps_samples)
@@ -233,23 +248,31 @@ class BAOC(Resumable):
         rows = self._rows_per_rank() if is_per_rank(wishes.memory) else {}
         return Planner(shapes, profile, self._hyper(), wishes.settings, self._facts, rows)
 
-    def _budget(self, wishes: Wishes) -> int:
-        return self._planner(None, wishes).budget(wishes.memory, wishes.time)
+    def _budgets(self, planner: Planner, wishes: Wishes) -> tuple[int, int]:
+        """Bytes of state on the device and in host memory; those of the device are all there are without the other."""
+        host = planner.host_budget(wishes.host_memory)
+        return planner.budget(wishes.memory, wishes.time, divided=host > 0), host
 
     def _room_for_samples(self, is_base_given: bool) -> int:
         planner, wishes = self._planner(None, self._wishes), self._wishes
-        budget = planner.budget(wishes.memory, wishes.time)
-        room = budget - planner.least_bytes(wishes.time)
+        budget, host = self._budgets(planner, wishes)
+        least = planner.least_bytes(wishes.time)
+        room = budget if host >= least else max(0, budget - least)  # on the host there is room for all state, or none
         is_needed = _needs_samples(wishes) or is_base_given
         return room if is_needed else min(room, int(_SAMPLES_SHARE * budget))
 
-    def _held_bytes(self) -> int:
-        return self._state_bytes(self.plan.blocks, self._wishes) + (self._sampler.nbytes if self._sampler else 0)
+    def _fits(self, plan: Plan) -> bool:
+        """Whether a plan of the parameters there are keeps the budgets, beside the samples."""
+        wishes, samples = self._wishes, self._sampler.nbytes if self._sampler else 0
+        device, host = self._budgets(self._planner(None, wishes), wishes)
+        plan = dataclasses.replace(plan, rows=self._rows_per_rank())
+        on_host = plan.host_bytes_per_rank if is_per_rank(wishes.memory) else plan.host_bytes
+        return self._device_bytes(plan.blocks, wishes) + samples <= device and on_host <= host
 
-    def _state_bytes(self, blocks: Sequence[Block], wishes: Wishes) -> int:
-        """What some blocks hold, on all ranks or on one, as the budget is meant."""
+    def _device_bytes(self, blocks: Sequence[Block], wishes: Wishes) -> int:
+        """What some blocks hold on the device, on all ranks or on one, as the budget is meant."""
         plan = Plan(tuple(blocks), rows=self._rows_per_rank())
-        return plan.state_bytes_per_rank if is_per_rank(wishes.memory) else plan.state_bytes
+        return plan.device_bytes_per_rank if is_per_rank(wishes.memory) else plan.device_bytes
 
     def _best_plan(self, profile: Profile | None, wishes: Wishes) -> tuple[Plan, bool]:
         """The plan of least risk in what the budget leaves, and whether samples have room beside it.
@@ -258,17 +281,17 @@ class BAOC(Resumable):
         """
         planner = self._planner(profile, wishes)
         later = self._later_blocks()
-        taken = self._state_bytes(later, wishes)
+        taken = self._device_bytes(later, wishes)
         samples = self._sampler.nbytes if self._sampler else 0
-        budget = planner.budget(wishes.memory, wishes.time)
+        (budget, _), both = self._budgets(planner, wishes), {"host_memory": wishes.host_memory}
         is_worth_it = self._is_sampling(wishes) or _needs_samples(wishes) or samples <= _KEPT_SHARE * budget
         plan, keeps = None, samples > 0
         if keeps and is_worth_it:
             with contextlib.suppress(PlanError):  # samples are not worth a budget that cannot be kept
-                plan = planner.plan(wishes.memory, wishes.time, taken=taken + samples)
+                plan = planner.plan(wishes.memory, wishes.time, **both, taken=taken + samples)
         if plan is None:
-            plan = planner.plan(wishes.memory, wishes.time, taken=taken)
-            keeps = 0 < samples <= budget - taken - self._state_bytes(plan.blocks, wishes)
+            plan = planner.plan(wishes.memory, wishes.time, **both, taken=taken)
+            keeps = 0 < samples <= budget - taken - self._device_bytes(plan.blocks, wishes)
         return dataclasses.replace(plan, blocks=(*plan.blocks, *later)), keeps
 
     def _decided_plan(self, profile: Profile | None, wishes: Wishes, *, needs_profile: bool) -> tuple[Plan, bool]:
@@ -310,7 +333,7 @@ class BAOC(Resumable):
             return
         self._progress = dataclasses.replace(self._progress, failed=False)
         ours = self.plan
-        if only_if_other and all(ours.block_of(n).configuration == b.configuration for n, b in plan.by_parameter):
+        if only_if_other and all(_is_alike(ours.block_of(name), block) for name, block in plan.by_parameter):
             return
         self._adopt(plan, inherit=True, keeps_samples=keeps_samples)
         if only_if_other:
@@ -365,14 +388,7 @@ class BAOC(Resumable):
         strained = agreement.from_first(strained_shares(self.members(), self.state), self._group)
         if settings.forbid or max(strained.values(), default=0.0) < MANY:
             return
-        room = self._budget(self._wishes) - self._held_bytes()
-        plan, told = promoted(
-            self.plan,
-            strained,
-            settings.chosen_candidates,
-            room,
-            lambda block: self._state_bytes([block], self._wishes),
-        )
+        plan, told = promoted(self.plan, strained, settings.chosen_candidates, self._fits)
         if told:
             self._adopt(plan, inherit=True)
             self._promotions += len(told)
@@ -475,6 +491,10 @@ class BAOC(Resumable):
 
 def _steps(count: int) -> str:
     return f"{count} step{'s' * (count != 1)}"
+
+
+def _is_alike(one: Block, other: Block) -> bool:
+    return one.configuration == other.configuration and one.host is other.host
 
 
 def _needs_samples(wishes: Wishes) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Container, Mapping
 
 from baoc.core.configuration import Configuration
-from baoc.core.plan import Block, Plan
+from baoc.core.plan import Plan
 
 CHECK_EVERY = 100  # steps
 MANY = 0.5  # of a block's groups
@@ -30,26 +30,23 @@ def promoted(
     plan: Plan,
     strained: Mapping[str, float],
     candidates: Container[Configuration],
-    room: int,
-    bytes_of: Callable[[Block], int],
+    fits: Callable[[Plan], bool],
 ) -> tuple[Plan, list[str]]:
     """A plan in which blocks with many strained groups have wider codes, the most strained first, and what became of
     which, in words.
 
-    ``strained`` are shares by block, ``room`` what the budget leaves, ``candidates`` what a plan may choose.
+    ``strained`` are shares by block, ``candidates`` what a plan may choose; ``fits`` knows the budgets.
     """
-    blocks, told = {block.name: block for block in plan.blocks}, []
+    told = []
     for name in sorted((name for name in strained if strained[name] >= MANY), key=lambda name: -strained[name]):
-        block = blocks[name]
+        block = next(block for block in plan.blocks if block.name == name)
         configuration = wider(block.configuration)
         if configuration is None or configuration not in candidates:
             continue
         why = f"promoted from {block.configuration.alias}: {strained[name]:.0%} of its groups were strained"
         safer = dataclasses.replace(block, configuration=configuration, why=why)
-        extra = bytes_of(safer) - bytes_of(block)
-        if extra > room:
-            continue
-        room -= extra
-        blocks[name] = safer
-        told.append(f"{name}: {configuration.alias}, {why}")
-    return dataclasses.replace(plan, blocks=tuple(blocks.values())), told
+        wide = dataclasses.replace(plan, blocks=tuple(safer if each is block else each for each in plan.blocks))
+        if fits(wide):
+            plan = wide
+            told.append(f"{name}: {configuration.alias}, {why}")
+    return plan, told

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from baoc.core.configuration import Configuration
-from baoc.core.plan import memory_budget
 from baoc.planning import risk as risks
-from baoc.planning.planner import DEFAULT_MEMORY, check_time
-from baoc.planning.settings import AUTO, Settings
+from baoc.planning.planner import DEFAULT_MEMORY, check_budgets, check_time
+from baoc.planning.settings import Settings
 
 WARMUP = 50
 
@@ -29,10 +28,10 @@ class Wishes:
     settle: float | None = None
     replan_every: int | None = None
     settings: Settings = field(default_factory=Settings)
+    host_memory: float | int | str | None = None
 
     def __post_init__(self) -> None:
-        if self.memory != AUTO:
-            memory_budget(self.memory, 1)
+        check_budgets(self.memory, self.host_memory)
         if self.time is not None:
             check_time(self.time)
         if not is_count(self.warmup, at_least=1):
@@ -50,9 +49,9 @@ class Wishes:
                 f"settle is {self.settle!r}; it must be a number above 0, such as 0.02, or None for a whole warm-up."
             )
 
-    def changed(self, caller: str, memory: object, time: object, settings: Mapping[str, Any]) -> Wishes:
+    def changed(self, caller: str, budgets: Mapping[str, Any], settings: Mapping[str, Any]) -> Wishes:
         """These wishes with others in their place; ``None`` leaves a budget as it is."""
-        given: dict[str, Any] = {key: value for key, value in (("memory", memory), ("time", time)) if value is not None}
+        given: dict[str, Any] = {key: value for key, value in budgets.items() if value is not None}
         return dataclasses.replace(self, **given, settings=self.settings.changed(caller, settings))
 
     def plain(self) -> dict[str, Any]:
@@ -75,6 +74,7 @@ class Wishes:
         (0.4, 0.3)
         """
         mine = self.plain()
+        asked, had = (Wishes().plain() | dict(each) for each in (asked, had))  # older runs know fewer wishes
         known = [name for name in mine if name in asked and name in had]
         kept = {name: had[name] for name in known if mine[name] == asked[name] and had[name] != mine[name]}
         overruled = {name: (had[name], mine[name]) for name in known if asked[name] != mine[name] != had[name]}

@@ -41,6 +41,8 @@ class Block:
     risk: Mapping[str, float] = field(default_factory=dict)
     """What the configuration risks for this block, by term; empty in a plan that was made by hand."""
     why: str = ""
+    host: bool = False
+    """Whether state is in host memory, wherever the parameters are; else it is where they are."""
 
     def __post_init__(self) -> None:
         if self.lr_scale is not None and not (math.isfinite(self.lr_scale) and self.lr_scale > 0):
@@ -167,17 +169,58 @@ class Plan:
         return sum(block.state_bytes for block in self.blocks)
 
     @property
+    def host_bytes(self) -> int:
+        """What of it is in host memory.
+
+        >>> plan = Plan.uniform("adamw-8", {"weight": (64, 64)})
+        >>> plan.host_bytes, plan.offloaded().host_bytes
+        (0, 8320)
+        """
+        return sum(block.state_bytes for block in self.blocks if block.host)
+
+    @property
+    def device_bytes(self) -> int:
+        """What of it is where the parameters are."""
+        return self.state_bytes - self.host_bytes
+
+    @property
     def state_bytes_per_rank(self) -> int:
         """What the rank holds that holds most of it: all, unless parameters are sharded.
 
         >>> Plan.uniform("adamw-8", {"weight": (90, 512)}).sharded(4).state_bytes_per_rank
         23644
         """
+        return self.device_bytes_per_rank + self.host_bytes_per_rank
+
+    @property
+    def device_bytes_per_rank(self) -> int:
+        return self._bytes_per_rank(host=False)
+
+    @property
+    def host_bytes_per_rank(self) -> int:
+        return self._bytes_per_rank(host=True)
+
+    def _bytes_per_rank(self, *, host: bool) -> int:
         return sum(
             block.configuration.state_bytes(shape, rows=self.rows.get(name))
             for block in self.blocks
             for name, shape in block.parameters.items()
+            if block.host is host
         )
+
+    def offloaded(self, *names: str, host: bool = True) -> Plan:
+        """The same plan with the state of these blocks, or of all, in host memory; ``host=False`` takes it back.
+
+        >>> plan = Plan.uniform("muon-8 else adamw-8", {"wte.weight": (512, 64), "h.weight": (64, 64)})
+        >>> [(block.name, block.host) for block in plan.offloaded("muon").blocks]
+        [('adamw', False), ('muon', True)]
+        """
+        known = [block.name for block in self.blocks]
+        unknown = next((name for name in names if name not in known), None)
+        if unknown is not None:
+            raise PlanError(f"the plan has no block {unknown!r}. It has {_some(known)}.")
+        moved = (replace(block, host=host) if not names or block.name in names else block for block in self.blocks)
+        return replace(self, blocks=tuple(moved))
 
     def sharded(self, ranks: int) -> Plan:
         """The same plan where rows of all parameters are spread over ranks, as FSDP2 does; 0-d ones are not."""
@@ -219,6 +262,7 @@ class Plan:
                 "lr_scale": block.lr_scale,
                 "risk": dict(block.risk),
                 "why": block.why,
+                "host": block.host,
                 "parameters": {name: list(shape) for name, shape in block.parameters.items()},
             }
             for block in self.blocks
@@ -270,14 +314,18 @@ class Plan:
         return self.table()
 
     def table(self, *, wide: bool = False) -> str:
-        """What each block has, what that holds in all, and what is expected of it; ``wide`` shows all that is known."""
+        """What each block has, what that holds in all, and what is expected of it; ``wide`` shows all that is known.
+
+        State with a star is in host memory.
+        """
         is_expectation = "expected_loss" in self.settings
+        mark = {True: "*", False: " "} if any(block.host for block in self.blocks) else {False: ""}
         columns: dict[str, Callable[[Block], object]] = {
             "block": lambda block: block.name if wide else _cut(block.name),
             "tensors": lambda block: len(block.parameters),
             "parameters": lambda block: human_count(block.numel),
             "configuration": lambda block: str(block.configuration) if wide else block.configuration.alias,
-            "state": lambda block: human_bytes(block.state_bytes),
+            "state": lambda block: human_bytes(block.state_bytes) + mark[block.host],
         }
         if wide or not is_expectation:
             columns["lr scale"] = lambda block: "-" if block.lr_scale is None else f"{block.lr_scale:.3g}"
@@ -297,6 +345,8 @@ class Plan:
         lines = [
             f"{human_bytes(self.state_bytes)} of state, {share:.1%} of AdamW16's {human_bytes(self.reference_bytes)}"
         ]
+        if self.host_bytes:
+            lines[0] += f"; *{human_bytes(self.host_bytes)} in host memory"
         if self.rows:
             lines[0] += f"; at most {human_bytes(self.state_bytes_per_rank)} on a rank"
         if "expected_loss" in self.settings:
@@ -324,6 +374,8 @@ def one_line(plan: Plan) -> str:
     what = " + ".join(most[:_NAMED]) + (f" + {len(most) - _NAMED} more" if len(most) > _NAMED else "")
     share = plan.state_bytes / plan.reference_bytes if plan.reference_bytes else 0.0
     text = f"{what}, {human_bytes(plan.state_bytes)} of state ({share:.1%} of AdamW16's)"
+    if plan.host_bytes:
+        text += f", {human_bytes(plan.host_bytes)} of it in host memory"
     if "expected_loss" in plan.settings:
         text += f", {_percent(plan.settings['expected_loss'])} loss expected"
     return text
@@ -338,6 +390,7 @@ def _read_block(entry: Any, index: int) -> Block:
             lr_scale=None if entry.get("lr_scale") is None else float(entry["lr_scale"]),
             risk={str(term): float(value) for term, value in entry.get("risk", {}).items()},
             why=str(entry.get("why", "")),
+            host=_read_host(entry.get("host", False)),
         )
     except PlanError:
         raise
@@ -345,6 +398,12 @@ def _read_block(entry: Any, index: int) -> Block:
         raise PlanError(f"block {index} of the plan has no {error.args[0]!r}.") from None
     except (TypeError, AttributeError, ValueError) as error:
         raise PlanError(f"block {index} of the plan cannot be read: {error}") from None
+
+
+def _read_host(host: Any) -> bool:
+    if not isinstance(host, bool):
+        raise ValueError(f"'host' is {host!r}; it must be true or false.")
+    return host
 
 
 def _read_shape(shape: Any) -> Shape:
@@ -375,14 +434,16 @@ def _risk_text(risk: Mapping[str, float]) -> str:
     return f"{sum(risk.values()):.3f} = {' + '.join(terms)}" if terms else f"{sum(risk.values()):.3f}"
 
 
-def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
+def memory_budget(memory: float | int | str, reference_bytes: int, name: str = "memory") -> int:
     """Bytes of a budget: a float or "50%" is a share of AdamW16's state, an int is bytes, "1.5GiB" is a size.
 
-    Where ``reference_bytes`` are those of one rank, so is the budget: see :func:`is_per_rank`.
+    Where ``reference_bytes`` are those of one rank, so is the budget: see :func:`is_per_rank`. ``name`` is that of the
+    argument, for errors.
 
     >>> memory_budget(0.5, 1000), memory_budget("50%", 1000), memory_budget(400, 1000), memory_budget("1.5 KiB", 1000)
     (500, 500, 400, 1536)
     """
+    what = f"{name.replace('_', ' ')} budget"
     if isinstance(memory, str):
         match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%|B|[KMGT]i?B)", _PER_RANK.sub("", memory.strip()))
         if match is None:
@@ -391,30 +452,32 @@ def memory_budget(memory: float | int | str, reference_bytes: int) -> int:
             )
         number, unit = float(match[1]), match[2]
         if unit == "%":
-            return memory_budget(number / 100, reference_bytes)
+            return memory_budget(number / 100, reference_bytes, name)
         nbytes = number * (1024 if "i" in unit else 1000) ** "BKMGT".index(unit[0])
         if not math.isfinite(nbytes):
-            raise PlanError(f"the memory budget {memory!r} is more bytes than can be counted.")
+            raise PlanError(f"the {what} {memory!r} is more bytes than can be counted.")
         return int(nbytes)
     if isinstance(memory, numbers.Integral) and not isinstance(memory, bool):
         if 1 < int(memory) <= 100:  # nobody means so few bytes; the planner tells 1 from 1.0
             raise PlanError(
-                f"memory={memory} is a budget of {memory} bytes. For {memory}% of AdamW16's state write "
-                f"memory={int(memory) / 100} or '{memory}%', for a size '{memory}MiB'."
+                f"{name}={memory} is a budget of {memory} bytes. For {memory}% of AdamW16's state write "
+                f"{name}={int(memory) / 100} or '{memory}%', for a size '{memory}MiB'."
             )
+        if int(memory) < 0:
+            raise PlanError(f"the {what} {memory!r} is less than nothing: bytes must be >= 0.")
         return int(memory)
     try:
         share = float(memory)
     except (TypeError, ValueError):
         share = math.nan
     if not (math.isfinite(share) and share >= 0) or isinstance(memory, bool):
-        raise PlanError(f"the memory budget {memory!r} is not a share: it must be a number >= 0, like 0.5.")
+        raise PlanError(f"the {what} {memory!r} is not a share: it must be a number >= 0, like 0.5.")
     if not math.isfinite(share * reference_bytes):
-        raise PlanError(f"the memory budget {memory!r} is more bytes than can be counted. 2.0 is enough for any plan.")
+        raise PlanError(f"the {what} {memory!r} is more bytes than can be counted. 2.0 is enough for any plan.")
     if _MOST_SHARE < share < 100:
         raise PlanError(
-            f"memory={memory!r} is {share:g} times AdamW16's state, and 2.0 is enough for any plan. For {share:g}% of "
-            f"it write memory={share / 100:g} or '{share:g}%'."
+            f"{name}={memory!r} is {share:g} times AdamW16's state, and 2.0 is enough for any plan. For {share:g}% of "
+            f"it write {name}={share / 100:g} or '{share:g}%'."
         )
     return int(share * reference_bytes)
 

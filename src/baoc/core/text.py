@@ -68,6 +68,8 @@ _MEANT = {
     "bits": "plan",
     "configuration": "plan",
     "verbose": "quiet",
+    "offload": "host_memory",
+    "host_memory": "offload",
 }
 """Names that other libraries have for the same, or nearly."""
 

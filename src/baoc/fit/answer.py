@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,12 +11,12 @@ import torch  # noqa: F401 - the docstring example needs it
 from torch import nn  # noqa: F401
 
 from baoc.core.configuration import Configuration, parse
-from baoc.core.plan import Plan
+from baoc.core.plan import Plan, PlanError
 from baoc.core.roles import Role
 from baoc.core.spec import Hyper, Shape
-from baoc.core.text import human_bytes
-from baoc.fit.memory import Measured, Memory, Setup
+from baoc.fit.memory import FitError, Measured, Memory, Setup
 from baoc.planning import risk as risks
+from baoc.planning.placement import plan_traffic
 from baoc.planning.planner import Planner
 from baoc.planning.settings import AUTO, Settings
 from baoc.profiling.facts import Facts
@@ -35,7 +36,7 @@ class Choice:
 
     name: str
     plan: Plan
-    state: int  # bytes on the fullest rank
+    state: int  # bytes on the fullest rank, without those in host memory
     total: int  # with all else that the rank holds
     loss: float | None  # expected change in percent of AdamW32's; None if nobody measured it
 
@@ -86,13 +87,23 @@ class Fitter:
         self._facts = Facts.of(measured.model)
         self._planners: dict[int, Planner] = {}  # by tokens
 
-    def ask(self, setup: Setup, gpu: int | None = None, memory: float | int | str | None = None) -> Answer:
-        """Whether the setup fits into ``gpu`` bytes, with the best plan or with that of a ``memory`` budget."""
+    def ask(
+        self,
+        setup: Setup,
+        gpu: int | None = None,
+        memory: float | int | str | None = None,
+        host_memory: float | int | str | None = None,
+    ) -> Answer:
+        """Whether the setup fits into ``gpu`` bytes, with the best plan or with that of a ``memory`` budget; and with
+        some of its state in host memory, if that has a budget.
+        """
+        if host_memory is not None and setup.shards > 1:
+            raise FitError("state in host memory is for parameters that are not sharded: leave out --fsdp.")
         planner, needed = self._planner(setup), self._measured.memory(setup)
         if memory is None:
-            plan = _best_plan(planner, None if gpu is None else gpu - needed.total, setup.shards)
+            plan = _best_plan(planner, None if gpu is None else gpu - needed.total, setup.shards, host_memory)
         else:
-            plan = planner.plan(memory)
+            plan = planner.plan(memory, host_memory=host_memory)
         chosen = _choice(BEST if memory is None else GIVEN, plan, needed, setup)
         choices = [
             *(self._uniform(name, needed, setup) for name in UNIFORM),
@@ -100,7 +111,9 @@ class Fitter:
             _choice('memory="auto"', planner.plan(AUTO), needed, setup),
             _choice("smallest plan", _smallest_plan(planner), needed, setup),
         ]
-        changes = [*self._changes(setup, gpu), self._offloaded(setup, gpu, needed)]
+        changes = list(self._changes(setup, gpu))
+        if setup.shards == 1 and not plan.host_bytes:
+            changes.append(self._offloaded(setup, gpu, needed))
         return Answer(setup, needed, gpu, chosen, tuple(choices), tuple(changes))
 
     def _planner(self, setup: Setup) -> Planner:
@@ -130,26 +143,25 @@ class Fitter:
                 yield Change(what, choice.total, choice.fits(gpu), choice.loss)
 
     def _offloaded(self, setup: Setup, gpu: int | None, needed: Memory) -> Change:
-        """State in host memory: the best plan there is, moved to the GPU and back one tensor at a time."""
-        plan = _best_plan(self._planner(setup), None, setup.shards)
-        state = plan.sharded(setup.shards).state_bytes_per_rank
-        total = needed.total + 2 * _largest_state(plan, setup.shards)  # one is worked on while another is moved
-        seconds = 2 * state / BUS
+        """State in host memory: the best plan there is, and a bus that works both ways at once."""
+        plan = _best_plan(self._planner(setup), None, setup.shards).offloaded()
+        seconds = max(plan_traffic(plan, setup.precision.weights, setup.precision.gradients)) / BUS
         return Change(
             "state in host memory",
-            total,
-            gpu is None or total <= gpu,
+            needed.total,
+            gpu is None or needed.total <= gpu,
             plan.settings.get("expected_loss"),
-            f"{human_bytes(state)} of host memory a GPU, {seconds:.2g} s a step at {BUS / 1e9:g} GB/s",
+            f"--host-memory {math.ceil(plan.host_bytes / 2**20)}MiB, at least {seconds:.2g} s a step at "
+            f"{BUS / 1e9:g} GB/s",
         )
 
 
 def _choice(name: str, plan: Plan, needed: Memory, setup: Setup) -> Choice:
-    state = plan.sharded(setup.shards).state_bytes_per_rank
+    state = plan.sharded(setup.shards).device_bytes_per_rank
     return Choice(name, plan, state, needed.total + state, plan.settings.get("expected_loss"))
 
 
-def _best_plan(planner: Planner, room: int | None, shards: int) -> Plan:
+def _best_plan(planner: Planner, room: int | None, shards: int, host_memory: float | int | str | None = None) -> Plan:
     """The plan of least risk whose fullest rank holds at most ``room`` bytes; the smallest one if none does."""
     everything = 2 * planner.reference_bytes  # AdamW32: more than any plan needs
     if room is None or room * shards >= everything:
@@ -157,6 +169,9 @@ def _best_plan(planner: Planner, room: int | None, shards: int) -> Plan:
         if room is None or plan.sharded(shards).state_bytes_per_rank <= room:
             return plan
     smallest = _smallest_plan(planner)
+    if host_memory is not None:
+        with contextlib.suppress(PlanError):
+            return planner.plan(f"{max(0, room)}B", host_memory=host_memory)
     if smallest.sharded(shards).state_bytes_per_rank > room:
         return smallest
     budget = min(everything, room * shards)
@@ -173,19 +188,6 @@ def _best_plan(planner: Planner, room: int | None, shards: int) -> Plan:
 
 def _smallest_plan(planner: Planner) -> Plan:
     return planner.plan(smallest_budget(planner))
-
-
-def _largest_state(plan: Plan, shards: int) -> int:
-    sizes = [
-        block.configuration.state_bytes(shape, rows=_rows(shape, shards))
-        for block in plan.blocks
-        for shape in block.parameters.values()
-    ]
-    return max(sizes, default=0)
-
-
-def _rows(shape: Shape, shards: int) -> int | None:
-    return -(-shape[0] // shards) if shape else None
 
 
 def _uniform_loss(

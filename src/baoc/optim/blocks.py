@@ -27,7 +27,13 @@ def plan_of(assigned: Sequence[tuple[str, Shape, Block]], settings: Mapping[str,
 
 
 def extended(
-    plan: Plan, group: int, configuration: Configuration, shapes: Mapping[str, Shape], roles: Mapping[str, Role]
+    plan: Plan,
+    group: int,
+    configuration: Configuration,
+    shapes: Mapping[str, Shape],
+    roles: Mapping[str, Role],
+    *,
+    host: bool = False,
 ) -> Plan:
     """The plan with the parameters of one more param group, all of one configuration where that suits them."""
     if not shapes:
@@ -38,7 +44,7 @@ def extended(
         name = of_group if group else block.name
         while name in {each.name for each in blocks}:
             name += "'"
-        blocks.append(replace(block, name=name))
+        blocks.append(replace(block, name=name, host=host))
     return replace(plan, blocks=tuple(blocks))
 
 

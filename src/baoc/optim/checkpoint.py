@@ -16,7 +16,7 @@ from torch import Tensor
 from baoc.core.configuration import Configuration, Layout, parse
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.spec import real_shape
-from baoc.optim import blocks, groups, migrate, torch_state
+from baoc.optim import blocks, groups, torch_state
 from baoc.optim.groups import Group, Member
 from baoc.optim.lr_match import lr_scales
 from baoc.optim.migrate import Holding, Move
@@ -86,15 +86,19 @@ def copied(state_dict: Any) -> dict[str, Any]:
 
 
 def prepare(
-    state_dict: Mapping[str, Any], members: Sequence[Member], current: Sequence[Group], own_plan: Plan | None
+    state_dict: Mapping[str, Any],
+    members: Sequence[Member],
+    current: Sequence[Group],
+    own_plan: Plan | None,
+    offload: bool | None = None,
 ) -> Prepared:
     """What ``load_state_dict`` is to install; nothing is changed, and whatever is wrong is a :class:`CheckpointError`.
 
     ``own_plan``: the optimizer's own stays, and the checkpoint's state is migrated into it. Without one, the
-    checkpoint's is taken over, if it has one.
+    checkpoint's is taken over, if it has one, with state where it was, or where ``offload`` says.
     """
     try:
-        return _prepare(state_dict, members, current, own_plan)
+        return _prepare(state_dict, members, current, own_plan, offload)
     except (CheckpointError, torch.OutOfMemoryError):
         raise
     except ValueError as error:
@@ -106,7 +110,11 @@ def prepare(
 
 
 def _prepare(
-    state_dict: Mapping[str, Any], members: Sequence[Member], current: Sequence[Group], own_plan: Plan | None
+    state_dict: Mapping[str, Any],
+    members: Sequence[Member],
+    current: Sequence[Group],
+    own_plan: Plan | None,
+    offload: bool | None,
 ) -> Prepared:
     saved = _read_groups(state_dict)
     _check_groups(saved, current)
@@ -132,7 +140,8 @@ def _prepare(
         if not isinstance(found, dict):
             raise CheckpointError(f"the checkpoint's samples are a {type(found).__name__}: it is damaged.")
         samples = found or samples
-        moves.append(_move(replace(member, group=group), entry, theirs, own_plan is not None))
+        taken_over = None if theirs is None or own_plan is not None else _placed(theirs, member, offload)
+        moves.append(_move(replace(member, group=group), entry, theirs, taken_over))
     scales = lr_scales(moves)
     others = {key: value for key, value in state.items() if key not in set(keys)}
     stray = next((key for key in others if isinstance(key, int)), None)  # torch's numbers for parameters
@@ -144,7 +153,7 @@ def _prepare(
     held.update(others)
     for member, move in zip(members, moves):
         if move.holding.state:
-            held[member.param] = migrate.convert(move.holding, move.layout)
+            held[member.param] = move.convert()
     assigned = [
         (name, real_shape(param), replace(move.block, lr_scale=scales[move.block.name]))
         for (name, param), move in zip(groups.named_params(loaded), moves)
@@ -281,14 +290,20 @@ def _entry(state: Mapping[Any, Any], key: Any, member: Member) -> dict[str, Any]
     return dict(entry)
 
 
-def _move(member: Member, entry: dict[str, Any], theirs: Block | None, keep_plan: bool) -> Move:
+def _placed(block: Block, member: Member, offload: bool | None) -> Block:
+    """A saved block as it is taken over: what cannot be offloaded here is not, wherever it was saved."""
+    host = block.host if offload is None else offload
+    return replace(block, host=host and member.obstacle_to_offloading is None)
+
+
+def _move(member: Member, entry: dict[str, Any], theirs: Block | None, taken_over: Block | None) -> Move:
     """What a checkpoint holds for one parameter, and the block it goes to. Raises if it does not fit."""
     block, lr_scale = member.block, None
     if torch_state.is_torch_entry(entry):
         configuration, state = torch_state.read_entry(entry, member.name)
     elif theirs is not None:
         configuration, state, lr_scale = theirs.configuration, dict(entry), theirs.lr_scale
-        block = block if keep_plan else theirs
+        block = taken_over or block
     elif entry:
         raise CheckpointError(
             f"the checkpoint's state of parameter {member.name!r} has the keys {', '.join(map(repr, entry))}, which "
@@ -298,14 +313,14 @@ def _move(member: Member, entry: dict[str, Any], theirs: Block | None, keep_plan
     else:
         configuration, state = block.configuration, {}
     layout = configuration.layout(member.shape, rows=member.place.rows)
-    fitted = _fitted(member, configuration, state)
+    fitted = _fitted(replace(member, block=block), configuration, state)
     hyper = groups.hyper(member.group, f"the checkpoint's group of {member.name!r}")
     param = member.place.local(member.param.detach())
     return Move(Holding(param, layout, fitted, hyper, member.place), block, lr_scale)
 
 
 def _fitted(member: Member, configuration: Configuration, state: ParamState) -> ParamState:
-    """Saved state on the parameter's device, every buffer checked against the layout and none of them cast."""
+    """Saved state where the block has it, every buffer checked against the layout and none of them cast."""
     if not state:
         return {}
     fitted: ParamState = {}
@@ -319,7 +334,7 @@ def _fitted(member: Member, configuration: Configuration, state: ParamState) -> 
                 f"parameter {member.name!r} has shape {member.shape} and needs {key!r} as {buffer.dtype} of shape "
                 f"{buffer.shape} for {configuration}, but the checkpoint holds {held}. Is it of another model?"
             )
-        fitted[key] = tensor.clone() if buffer.name == "age" else tensor.to(member.param.device).contiguous()
+        fitted[key] = tensor.clone() if buffer.name == "age" else tensor.to(member.state_device).contiguous()
     for stored in layout.formats:
         fitted.setdefault(stored.age_key, _age(member, state, stored.age_key))
         problem = stored.problem(stored.held_in(fitted))

@@ -9,14 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from baoc.core.configuration import Configuration, Layout
 from baoc.core.mechanisms import known_settings
 from baoc.core.plan import Block, Plan
 from baoc.core.roles import canonical_name
 from baoc.core.spec import Hyper, Shape, real_shape
-from baoc.optim.place import WHOLE, Place, place_of
+from baoc.optim.place import HOST, WHOLE, Place, has_own_memory, place_of
 
 Group = dict[str, Any]
 
@@ -38,6 +40,24 @@ class Member:
     @property
     def lr_scale(self) -> float | None:
         return self.block.lr_scale
+
+    @property
+    def state_device(self) -> torch.device:
+        return HOST if self.block.host else self.param.device
+
+    @property
+    def is_offloaded(self) -> bool:
+        """It has state, in other memory than itself. Not kept: a model may move to another device."""
+        return self.block.host and has_own_memory(self.param.device) and bool(self.layout.formats)
+
+    @property
+    def obstacle_to_offloading(self) -> str | None:
+        """Why its state cannot be in other memory than itself, or ``None``."""
+        if not has_own_memory(self.param.device):
+            return None
+        if self.place.ranks is not None:
+            return "it is sharded, and a DTensor's state must be where it is"
+        return f"it is a {type(self.param).__name__}" if is_traceable_wrapper_subclass(self.param) else None
 
     @functools.cached_property
     def shape(self) -> Shape:

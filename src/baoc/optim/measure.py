@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -19,8 +21,13 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     >>> state_bytes(optimizer)
     40000
     """
+    return held_bytes(optimizer.state.values())
+
+
+def held_bytes(values: Iterable[object]) -> int:
+    """The same, of all tensors in some values."""
     storages: dict[int, int] = {}
-    pending: list[object] = list(optimizer.state.values())
+    pending = list(values)
     seen: dict[int, object] = {}  # keeps what it has seen alive, so that no id comes twice
     while pending:
         value = pending.pop()

@@ -25,7 +25,7 @@ from baoc.optim import groups
 from baoc.optim.groups import Member
 from baoc.optim.kernels.eager import TILE_NUMEL
 from baoc.optim.kernels.update import row_tiles
-from baoc.optim.place import Place
+from baoc.optim.place import HOST, Place
 from baoc.optim.state import ParamState, ages_of, new_age, new_slot, new_state, set_age
 
 
@@ -80,6 +80,14 @@ class Move:
         """The new one."""
         return self.block.configuration.layout(self.holding.layout.shape, rows=self.holding.place.rows)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the new state is to be."""
+        return HOST if self.block.host else self.holding.param.device
+
+    def convert(self) -> ParamState:
+        return convert(self.holding, self.layout, self.device)
+
 
 def holding_of(member: Member, state: ParamState, has_stepped: bool = False) -> Holding:
     hyper = groups.hyper(member.group, f"the group of {member.name!r}")
@@ -87,25 +95,25 @@ def holding_of(member: Member, state: ParamState, has_stepped: bool = False) -> 
 
 
 @torch.no_grad()
-def convert(old: Holding, layout: Layout) -> ParamState:
-    """The state of a parameter in another layout. Slots that both have are inherited with their age.
+def convert(old: Holding, layout: Layout, device: torch.device) -> ParamState:
+    """The state of a parameter in another layout, on a device. Slots that both have are inherited with their age.
 
     What need not change is the old tensor itself; nothing is written to the old state.
     """
     if not old.state:
-        return _late_start(old, layout)
+        return _late_start(old, layout, device)
     state: ParamState = {}
     for stored in layout.formats:
-        state |= _converted_slot(old, layout.mechanism, stored)
+        state |= _converted_slot(old, layout.mechanism, stored, device)
     return state
 
 
-def _late_start(old: Holding, layout: Layout) -> ParamState:
+def _late_start(old: Holding, layout: Layout, device: torch.device) -> ParamState:
     """State for a parameter that has had none so far; nothing if it need not be there yet."""
     rms = old.mechanism.typical_rms(Evidence({}, {}, 0.0), old.hyper) if old.has_stepped else None
     if rms is None or not layout.formats:
         return {}
-    state = new_state(layout, old.param.device, old.place)
+    state = new_state(layout, device, old.place)
     for stored in layout.formats:
         set_age(state, stored, layout.mechanism.late_age(stored.slot.name, rms, old.hyper))
     return state
@@ -135,14 +143,14 @@ def is_same_rule(old: Mechanism, new: Mechanism) -> bool:
     return type(old).direction is type(new).direction and type(old).finish is type(new).finish
 
 
-def _converted_slot(old: Holding, mechanism: Mechanism, stored: Format) -> ParamState:
+def _converted_slot(old: Holding, mechanism: Mechanism, stored: Format, device: torch.device) -> ParamState:
     name = stored.slot.name
     source = next((each for each in old.layout.formats if each.slot.name == name and name in old.ages), None)
     age = old.ages[name] if source else mechanism.inferred_age(name, old.ages, old.hyper)
     if source == stored and _mass_ratio(old, mechanism, name, age) == 1.0:
-        state = {key: old.state[key] for _, key in stored.keys} | new_age(stored)
+        state = {key: old.state[key].to(device) for _, key in stored.keys} | new_age(stored)
     else:
-        state = new_slot(stored, old.param.device, old.place)
+        state = new_slot(stored, device, old.place)
         if age:
             _fill(stored, state, _values(old, mechanism, source, name, age), old.place)
     set_age(state, stored, age)
@@ -168,12 +176,13 @@ def _values(
 
 def _fill(stored: Format, state: ParamState, values: Iterator[tuple[slice, Tensor]], place: Place) -> None:
     held = stored.held_in(place.held(state))
+    device = next(iter(held.values())).device
     if not isinstance(stored, SummedFormat):
         for rows, value in values:
-            stored.encode(held, rows, value, NEAREST)
+            stored.encode(held, rows, value.to(device), NEAREST)
         return
-    nothing = torch.zeros(0, *stored.shape[1:], device=next(iter(held.values())).device)
+    nothing = torch.zeros(0, *stored.shape[1:], device=device)
     partial = stored.absorb(held, slice(0, 0), nothing, 0.0, 1.0, NEAREST, None)  # all there is in a shard without rows
     for rows, value in values:
-        partial = stored.absorb(held, rows, value, 0.0, 1.0, NEAREST, partial)
+        partial = stored.absorb(held, rows, value.to(device), 0.0, 1.0, NEAREST, partial)
     stored.finish(held, 0.0, 1.0, NEAREST, None if partial is None else place.sum(partial))

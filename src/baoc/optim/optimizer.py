@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
@@ -12,28 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration, parse
-from baoc.core.mechanisms import MECHANISMS, known_settings
-from baoc.core.plan import Plan, PlanError, one_line
+from baoc.core.mechanisms import known_settings
+from baoc.core.plan import Plan, one_line
 from baoc.core.roles import Role, role_of, roles_of
 from baoc.core.sharding import fullest
 from baoc.core.spec import DEFAULT_BETAS, Hyper, Shape, real_shape
 from baoc.core.text import check_names
-from baoc.optim import blocks, checkpoint, groups, kernels, migrate
+from baoc.optim import blocks, checkpoint, checks, groups, migrate
+from baoc.optim.engine import Engine
 from baoc.optim.groups import Group, Member, Roster
 from baoc.optim.guard import Guard
 from baoc.optim.kernels.job import Job, Numbers, advance_ages
 from baoc.optim.lr_match import lr_scales
-from baoc.optim.measure import state_bytes
-from baoc.optim.place import place_of
-from baoc.optim.state import misfit, new_state
+from baoc.optim.measure import held_bytes, state_bytes
+from baoc.optim.offload import BUCKET_BYTES, bucket_bytes
+from baoc.optim.rehearsal import is_rehearsal
+from baoc.optim.state import new_state
 from baoc.optim.watch import Watch, strained_shares
 
-logger = logging.getLogger("baoc")
-
 DEFAULT_CONFIGURATION = "adamw-32"
-REHEARSERS = ("torch.distributed.checkpoint.state_dict", "torchtitan.components.optimizer.utils")
-"""They make state appear by a step that is none."""
-_ARGUMENTS = ("params", "lr", "betas", "eps", "weight_decay", "plan", "maximize", "kernel", "on_nonfinite")
+_ARGUMENTS = (
+    *("params", "lr", "betas", "eps", "weight_decay", "plan", "maximize", "kernel", "on_nonfinite"),
+    *("offload", "offload_bucket"),
+)
 
 
 class BlockOptimizer(torch.optim.Optimizer):
@@ -48,6 +47,10 @@ class BlockOptimizer(torch.optim.Optimizer):
             ``load_state_dict`` takes over the plan of the checkpoint; with one, a checkpoint made under another plan is
             migrated.
         kernel: ``"auto"``, ``"native"``, ``"triton"``, ``"compiled"`` or ``"eager"``; see :attr:`kernel`.
+        offload: whether state is in host memory while parameters are on a device: of all blocks (``True``), of none
+            (``False``), or of those whose :attr:`~baoc.Block.host` the plan sets. Gradients are then copied in buckets
+            to the host, which makes the update, and parameters there and back. On a CPU it changes nothing.
+        offload_bucket: how much of host memory a bucket takes, such as ``"64MiB"``; there are three.
         on_nonfinite: what becomes of a step with a gradient that is no finite number: ``"step"`` makes it, as torch
             does; ``"skip"`` leaves weights, state and ages as they are; ``"raise"`` stops before anything has changed.
             Each is counted in :meth:`metrics` and said once. See :class:`~baoc.optim.guard.Guard`.
@@ -83,19 +86,20 @@ class BlockOptimizer(torch.optim.Optimizer):
         maximize: bool = False,
         kernel: str = "auto",
         on_nonfinite: str = "step",
+        offload: bool | None = None,
+        offload_bucket: int | str = BUCKET_BYTES,
         **settings: Any,
     ) -> None:
-        kernels.check_request(kernel)
         own = {setting.name: setting.default for setting in known_settings().values()}
         check_names(settings, type(self).__name__, (*_ARGUMENTS, *own))
-        self._kernel_request = kernel
+        self._engine = Engine(kernel, bucket_bytes(offload_bucket))
+        self._offload = checks.checked_offload(offload)
         self._guard = Guard(on_nonfinite)
         self._watch = Watch()
         self._plan_given = plan is not None
         self._default = parse(DEFAULT_CONFIGURATION if plan is None or isinstance(plan, Plan) else plan)
         self._plan = Plan(())
         self._has_stepped = False
-        self._devices_reported: set[str] = set()
         self._roster: Roster | None = None
         self._complete: Roster | None = None  # the roster all of whose members have state
         self._roles = roles_of(params) if isinstance(params, nn.Module) else {}
@@ -110,15 +114,17 @@ class BlockOptimizer(torch.optim.Optimizer):
         }
         groups.check_hyper(defaults, "the defaults")
         super().__init__(groups.named(params), defaults)
+        shapes = self._shapes()
         if isinstance(plan, Plan):
-            self._refuse_two_answers()
-            plan.check(self._shapes())
+            checks.refuse_two_answers(self.members(), Plan.uniform(self._default, shapes, self._roles_of(shapes)))
+            plan = plan if offload is None else plan.offloaded(host=offload)
+            plan.check(shapes)
+            checks.refuse_offloading(self.members(), plan)
             self._plan = plan
         else:
-            shapes = self._shapes()
             Plan.refuse_unsuited(self._default, shapes, self._roles_of(shapes))
         if plan is not None:
-            self._refuse_idle(settings)
+            checks.refuse_idle(self._plan, settings)
         if not self._plans_later:
             self._allocate_sharded()
 
@@ -135,14 +141,14 @@ class BlockOptimizer(torch.optim.Optimizer):
         super().add_param_group(group)
         try:
             named = [(name, param) for name, param in groups.named_params(self.param_groups) if name not in self._plan]
-            for name, param in named:
-                place_of(param, name)
+            plan = self._extended(self._plan, index, configuration, named)
+            checks.refuse_offloading(groups.members(self.param_groups, plan), plan)
         except Exception:
             del self.param_groups[index]  # refused: as if it had never come
             raise
         checkpoint.reserve(self.param_groups, checkpoint.PLAN)
         self._plan_given |= "configuration" in param_group
-        self._plan = self._extended(self._plan, index, configuration, named)
+        self._plan = plan
         if self._complete is not None and not self._plans_later:
             self._allocate_sharded()
 
@@ -150,7 +156,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self, plan: Plan, index: int, configuration: Configuration, named: Iterable[tuple[str, Tensor]]
     ) -> Plan:
         shapes = {name: real_shape(param) for name, param in named}
-        return blocks.extended(plan, index, configuration, shapes, self._roles_of(shapes))
+        return blocks.extended(plan, index, configuration, shapes, self._roles_of(shapes), host=bool(self._offload))
 
     def _roles_of(self, shapes: Mapping[str, Shape]) -> dict[str, Role]:
         return {name: self._roles.get(name) or role_of(shape, name) for name, shape in shapes.items()}
@@ -168,18 +174,18 @@ class BlockOptimizer(torch.optim.Optimizer):
         complete = self._complete is self._roster
         by_device: dict[torch.device, list[Member]] = {}
         for member in stepping:
-            _check_tensors(member)
+            checks.check_tensors(member)
             state = self.state.get(member.param)
             device = member.param.device
             by_device.setdefault(device, []).append(member)
             if state:
-                _check_state(member, member.place.held(state), device)
+                checks.check_state(member, member.place.held(state))
             else:
                 complete &= not member.layout.formats
-        kernel_of = {device: self._kernel_for(device) for device in by_device}
+        kernel_of = {device: self._engine.kernel_for(device, members) for device, members in by_device.items()}
         if stepping and not complete:
             self._allocate()
-        if self._is_rehearsal(stepping, hypers.values()):
+        if is_rehearsal(stepping, self.state, hypers.values()):
             return loss
         known: dict[object, Numbers] = {}
         jobs = {
@@ -236,7 +242,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         own_plan = self.plan if self._plan_given else None
-        loaded = checkpoint.prepare(state_dict, self.members(), self.param_groups, own_plan)
+        loaded = checkpoint.prepare(state_dict, self.members(), self.param_groups, own_plan, self._offload)
         own = self._read_own(loaded)
         self.__setstate__({"state": loaded.state, "param_groups": loaded.param_groups, "_plan": loaded.plan, **own})
         self._allocate_sharded()
@@ -254,12 +260,11 @@ class BlockOptimizer(torch.optim.Optimizer):
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_kernel_request", "_guard", "_watch", "_plan_given", "_default", "_plan", "_roles", "_has_stepped")
+        own = ("_engine", "_offload", "_guard", "_watch", "_plan_given", "_default", "_plan", "_roles", "_has_stepped")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._devices_reported = set()
         self._roster = self._complete = None
 
     def __repr__(self) -> str:
@@ -291,7 +296,8 @@ class BlockOptimizer(torch.optim.Optimizer):
 
         State moves over one parameter at a time; ``inherit=False`` restarts it. A block whose ``lr_scale`` is ``None``
         gets the one under which its next update is as long as its last. If it is interrupted, every parameter is
-        either in its old block or in its new one, and training can go on.
+        either in its old block or in its new one, and training can go on. A plan also says what is offloaded; where it
+        is spelled, that stays as the optimizer was told.
 
         >>> model = nn.Linear(64, 64)
         >>> optimizer = BlockOptimizer(model, plan="adamw-32")
@@ -303,8 +309,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         if not isinstance(plan, Plan):
             roles = self._roles_of(shapes)
             Plan.refuse_unsuited(parse(plan), shapes, roles)
-            plan = Plan.uniform(plan, shapes, roles)
+            plan = Plan.uniform(plan, shapes, roles).offloaded(host=bool(self._offload))
         plan.check(shapes)
+        checks.refuse_offloading(self.members(), plan)
         if inherit:
             self._migrate(plan)
         else:
@@ -332,7 +339,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         try:
             for index in in_order:
                 move = left.pop(index)
-                moved[index] = migrate.convert(move.holding, move.layout)
+                moved[index] = move.convert()
                 if move.holding.state or moved[index]:
                     self.state[members[index].param] = moved[index]
         finally:  # wherever it was interrupted: what has its new state is in its new block, the rest where it was
@@ -345,57 +352,22 @@ class BlockOptimizer(torch.optim.Optimizer):
             ]
             self._plan = blocks.plan_of(assigned, plan.settings if len(moved) == len(members) else self._plan.settings)
 
-    def _refuse_idle(self, settings: Mapping[str, Any]) -> None:
-        """Whoever names a plan and a setting means the two to go together."""
-        used = {block.configuration.mechanism for block in self._plan.blocks}
-        for name in settings:
-            owners = [mechanism.name for mechanism in MECHANISMS.values() if name in known_settings(mechanism)]
-            if not any(name in known_settings(mechanism) for mechanism in used):
-                raise ValueError(
-                    f"{name}={settings[name]!r} would do nothing: it is a setting of {', '.join(owners)}, and the plan "
-                    f"has {', '.join(sorted(mechanism.name for mechanism in used))}. Leave it out, or ask for one of "
-                    "those."
-                )
-
-    def _refuse_two_answers(self) -> None:
-        given = {member.name: member.configuration for member in self.members()}
-        defaults = Plan.uniform(self._default, self._shapes(), self._roles_of(self._shapes()))
-        asked = next((name for name, c in given.items() if c != defaults.block_of(name).configuration), None)
-        if asked is not None:
-            raise PlanError(
-                f"parameter {asked!r} is in a group that asks for {given[asked]} while plan= is given as "
-                "well. Drop one of them: the plan has a configuration for every parameter."
-            )
-
     # ---- kernels ----
 
     @property
     def kernel(self) -> str:
         """Which kernel runs on which device, and why; and what it leaves to torch operations, which are slower."""
-        by_device: dict[torch.device, list[Member]] = {}
-        for member in sorted(self.members(), key=lambda member: str(member.param.device)):
-            by_device.setdefault(member.param.device, []).append(member)
-        lines = []
-        for device, members in by_device.items():
-            choice = kernels.choose(self._kernel_request, device)
-            lines.append(str(choice) + kernels.left_out(choice.kernel, members))
-        return "; ".join(lines)
-
-    def _kernel_for(self, device: torch.device) -> kernels.Kernel:
-        choice = kernels.choose(self._kernel_request, device)
-        if choice.device not in self._devices_reported:
-            self._devices_reported.add(choice.device)
-            logger.info("kernel %s", choice)
-        return choice.kernel
+        return self._engine.describe(self.members())
 
     # ---- what a logger shows ----
 
     def metrics(self) -> dict[str, float]:
         """Numbers of the run so far, flat, for TensorBoard, W&B and the like.
 
-        Bytes of state on this rank; steps that were not finite, skipped or clipped; and of every block the RMS of its
-        last update (absolute, decay included, from the second call on) and the share of its int8 and int4 groups that
-        are strained. All is read off small samples when it is asked for. On a GPU it waits for the device.
+        Bytes of state on this rank, and where blocks are offloaded those in host memory, and those of the buffers
+        through which they are updated; steps that were not finite, skipped or clipped; and of every block the RMS of
+        its last update (absolute, decay included, from the second call on) and the share of its int8 and int4 groups
+        that are strained. All is read off small samples when it is asked for. On a GPU it waits for the device.
 
         >>> model = nn.Linear(64, 64)
         >>> optimizer = BlockOptimizer(model, plan="adamw-8")
@@ -410,10 +382,16 @@ class BlockOptimizer(torch.optim.Optimizer):
             "nonfinite_steps": counts.nonfinite,
             "skipped_steps": counts.skipped,
             "clipped_steps": counts.clipped,
+            **self._host_numbers(),
             **{f"update_rms/{block}": rms for block, rms in self._watch.rms().items()},
             **{f"strained/{block}": share for block, share in strained_shares(self.members(), self.state).items()},
         }
         return {key: float(number) for key, number in numbers.items()}
+
+    def _host_numbers(self) -> dict[str, float]:
+        on_host = [member for member in self.members() if member.block.host]
+        held = [self.state[member.param].get(key) for member in on_host for key in member.layout.buffers]
+        return {"host_bytes": held_bytes(held), "staging_bytes": self._engine.staging_bytes} if on_host else {}
 
     # ---- state ----
 
@@ -455,20 +433,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             if not member.layout.formats or self.state.get(member.param):
                 continue
             if member.param.requires_grad or member.param.grad is not None:
-                self.state[member.param] = new_state(member.layout, member.param.device, member.place)
+                self.state[member.param] = new_state(member.layout, member.state_device, member.place)
         self._complete = self._roster
-
-    def _is_rehearsal(self, stepping: Sequence[Member], hypers: Iterable[Hyper]) -> bool:
-        """``torch.distributed.checkpoint`` makes state appear by a step with lr 0 and zero gradients: not a step.
-
-        A schedule that starts at lr 0 may make the same step, and that one counts: so the caller is looked at.
-        """
-        if any(hyper.lr != 0 for hyper in hypers) or not is_called_by(REHEARSERS):
-            return False
-        ages = (self.state[member.param][stored.age_key] for member in stepping for stored in member.layout.formats)
-        return not any(map(int, ages)) and not any(
-            member.place.local(cast(Tensor, member.param.grad)).any() for member in stepping
-        )
 
     def _job(self, member: Member, hyper: Hyper, known: dict[object, Numbers]) -> Job:
         param, place = member.param, member.place
@@ -477,37 +443,6 @@ class BlockOptimizer(torch.optim.Optimizer):
         if member.needs_view:
             param, grad = place.local(param), place.local(grad)
         settings = member.block.lr_scale, bool(member.group["maximize"])
-        return Job.of(member.layout, param, grad, state, hyper, *settings, place, member.name, known)
-
-
-def is_called_by(modules: Sequence[str]) -> bool:
-    """Whether a function of one of these modules is waiting for this call to return."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") in modules:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def _check_state(member: Member, state: Mapping[str, Any], device: torch.device) -> None:
-    problem = misfit(member.layout, state, device)
-    if problem:
-        raise RuntimeError(
-            f"parameter {member.name!r} has shape {member.shape} and {problem} ({member.configuration}). Did the "
-            "parameter or its state change its shape or place? Make a new optimizer, or put the old one back."
-        )
-
-
-def _check_tensors(member: Member) -> None:
-    param, grad = member.param, cast(Tensor, member.param.grad)
-    if grad.shape != param.shape:
-        raise RuntimeError(
-            f"parameter {member.name!r} has shape {tuple(param.shape)}, but its gradient has shape "
-            f"{tuple(grad.shape)}. Clear gradients when a parameter is replaced."
-        )
-    if grad.layout is not torch.strided:
-        raise RuntimeError(
-            f"parameter {member.name!r} has a sparse gradient, which BlockOptimizer does not support. Build its "
-            "embedding with sparse=False, or give it to torch.optim.SparseAdam."
+        return Job.of(
+            member.layout, param, grad, state, hyper, *settings, place, member.name, known, member.is_offloaded
         )

@@ -68,6 +68,14 @@ class Whole:
         return state
 
 
+class Slice(Whole):
+    """Some rows of a parameter that is all here."""
+
+    def __init__(self, rows: slice) -> None:
+        self.first_row = rows.start
+        self.rows = rows.stop - rows.start
+
+
 class Negated(Whole):
     """All of a parameter is here, but its memory has the opposite sign: only torch's operations know that."""
 
@@ -104,6 +112,12 @@ class Sharded:
 
 
 WHOLE = Whole()
+HOST = torch.device("cpu")
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether what is on a device is not in the host's memory."""
+    return device.type != HOST.type
 
 
 def place_of(param: Tensor, name: str) -> Place:

@@ -62,5 +62,5 @@ def misfit(layout: Layout, state: Mapping[str, Any], device: torch.device) -> st
             found = f"{tuple(held.shape)} {held.dtype}"
             return f"needs {key!r} of {buffer.shape} {buffer.dtype}, but the optimizer holds {found}"
         if held.is_cpu is not on_cpu and buffer.name != "age":
-            return f"is on {device}, but its {key!r} is on {held.device}"
+            return f"keeps its state on {device}, but its {key!r} is on {held.device}"
     return None

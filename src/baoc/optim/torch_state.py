@@ -95,7 +95,7 @@ def to_torch(optimizer: HasMembers, kind: str = "adamw") -> dict[str, Any]:
     for key, member in zip(keys, optimizer.members()):
         if held := optimizer.state.get(member.param):
             layout = parse(form.configuration).layout(member.shape, rows=member.place.rows)
-            converted = migrate.convert(migrate.holding_of(member, held), layout)
+            converted = migrate.convert(migrate.holding_of(member, held), layout, member.state_device)
             entry = form.write(converted)
             if member.param.is_complex():
                 entry = {name: torch.view_as_complex(t) if t.dim() else t for name, t in entry.items()}

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from baoc.core.configuration import BEYOND, CATALOG, REFERENCE, Configuration
 from baoc.core.mechanisms.normalised import Normalised
-from baoc.core.plan import Block, Plan, PlanError, memory_budget
+from baoc.core.plan import Block, Plan, PlanError, is_per_rank, memory_budget
 from baoc.core.roles import Role, canonical_name
 from baoc.core.spec import SMALL_NUMEL, Hyper, Shape
 from baoc.core.text import human_bytes
-from baoc.planning import cost, partition, patterns
+from baoc.planning import cost, partition, patterns, placement
 from baoc.planning import risk as risks
 from baoc.planning.metrics import Metrics
 from baoc.planning.partition.units import unique
@@ -85,19 +85,55 @@ class Planner:
     def reference_bytes(self) -> int:
         return sum(REFERENCE.state_bytes(shape, rows=self._rows.get(n)) for n, shape in self._shapes.items())
 
-    def plan(self, memory: float | int | str = DEFAULT_MEMORY, time: float | None = None, *, taken: int = 0) -> Plan:
+    def plan(
+        self,
+        memory: float | int | str = DEFAULT_MEMORY,
+        time: float | None = None,
+        *,
+        host_memory: float | int | str | None = None,
+        taken: int = 0,
+    ) -> Plan:
         """The plan of least risk within the budgets.
 
         ``memory`` is a share, a size or bytes; 0.0 is the cheapest plan there is, and ``"auto"`` the smallest whose
-        risk is within the tolerance of the best. ``taken`` bytes of it are needed for something else.
+        risk is within the tolerance of the best. ``taken`` bytes of it are needed for something else. With a
+        ``host_memory``, what is chosen is chosen for both together, ``memory`` bounds what is on the device, and 0.0
+        is nothing there.
         """
         time = self.time_budget(time)
+        if host_memory is not None and self.host_budget(host_memory):
+            check_budgets(memory, host_memory)
+            return self._divided_plan(memory, host_memory, time, taken)
         budget = self.budget(memory, time, taken=taken)
         try:
             solution = self._solve(budget - taken, time)
         except Infeasible as error:
             raise self._infeasible(error, memory, budget, time, taken) from error
         return self._plan(solution, budget - taken, time)
+
+    def _divided_plan(self, memory: float | int | str, host_memory: float | int | str, time: float, taken: int) -> Plan:
+        device, host = self.budget(memory, time, divided=True) - taken, self.host_budget(host_memory)
+
+        def plan_for(total: int) -> Plan:
+            try:
+                solution = self._solve(total if device >= 0 else -1, time)
+            except Infeasible as error:
+                if error.smallest_memory is None:
+                    raise self._infeasible(error, memory, device, time) from error
+                needed = f"{error.smallest_memory} B ({human_bytes(error.smallest_memory)})"
+                whole = "" if total == device + host else " on one side, for it could not be divided"
+                raise PlanError(
+                    f"no plan fits memory={memory!r} and host_memory={host_memory!r}: the smallest needs {needed}"
+                    f"{whole}; you gave {human_bytes(device + taken)} and {human_bytes(host)}."
+                ) from error
+            plan = self._plan(solution, device, time)
+            return replace(plan, settings={**plan.settings, "host_memory_budget": host})
+
+        return placement.divided(plan_for, device, host, self._rows)
+
+    def host_budget(self, host_memory: float | int | str | None) -> int:
+        """Bytes of a budget for host memory; none is none."""
+        return 0 if host_memory is None else memory_budget(host_memory, self.reference_bytes, "host_memory")
 
     def time_budget(self, time: float | None) -> float:
         """The one that is asked for, or the space's own."""
@@ -106,13 +142,18 @@ class Planner:
         check_time(time)
         return time
 
-    def budget(self, memory: float | int | str, time: float | None = None, *, taken: int = 0) -> int:
-        """Bytes of a memory budget as a person gives it. One that follows from plans grows by what else is taken."""
+    def budget(
+        self, memory: float | int | str, time: float | None = None, *, taken: int = 0, divided: bool = False
+    ) -> int:
+        """Bytes of a memory budget as a person gives it. One that follows from plans grows by what else is taken.
+
+        ``divided``: it stands beside one for host memory, so that 0.0 means no more than it says.
+        """
         time = self.time_budget(time)
         if memory == AUTO:
             return self._smallest_good(time) + taken
         budget = memory_budget(memory, self.reference_bytes)
-        return self.least_bytes(time) + taken if budget == 0 else budget
+        return self.least_bytes(time) + taken if budget == 0 and not divided else budget
 
     def least_bytes(self, time: float | None = None) -> int:
         """What the cheapest plan holds."""
@@ -399,6 +440,25 @@ class Planner:
     @property
     def _time_of(self) -> str:
         return self.settings.defaults.time_is_of
+
+
+def check_budgets(memory: float | int | str, host_memory: float | int | str | None = None) -> None:
+    """Raise unless memory budgets are such, and go together."""
+    if memory != AUTO:
+        memory_budget(memory, 1)
+    if host_memory is None:
+        return
+    memory_budget(host_memory, 1, "host_memory")
+    if memory == AUTO:
+        raise PlanError(
+            f"memory='auto' leaves open what the device may hold, and host_memory={host_memory!r} is for what it may "
+            "not. Give memory= a size or a share, or leave host_memory= out."
+        )
+    if is_per_rank(memory) != is_per_rank(host_memory):
+        raise PlanError(
+            f"memory={memory!r} and host_memory={host_memory!r}: one is of a rank, the other of all. Write '/rank' "
+            "behind both, or behind neither."
+        )
 
 
 def check_time(time: object) -> None:

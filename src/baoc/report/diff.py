@@ -17,13 +17,15 @@ class Side:
     block: str
     configuration: str
     lr_scale: float | None
+    host: bool
     shape: Shape
     state_bytes: int
 
     @classmethod
     def of(cls, block: Block, parameter: str) -> Side:
         shape = block.parameters[parameter]
-        return cls(block.name, str(block.configuration), block.lr_scale, shape, block.configuration.state_bytes(shape))
+        state_bytes = block.configuration.state_bytes(shape)
+        return cls(block.name, str(block.configuration), block.lr_scale, block.host, shape, state_bytes)
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,12 @@ class Change:
 
     @property
     def what(self) -> tuple[str, ...]:
-        """Which of "configuration", "lr_scale", "block" and "shape" differ; "added" or "removed" if one side has it."""
+        """Which of "configuration", "lr_scale", "block", "host" and "shape" differ; "added" or "removed" if one side
+        has it.
+        """
         if self.before is None or self.after is None:
             return ("added",) if self.before is None else ("removed",)
-        names = ("configuration", "lr_scale", "block", "shape")
+        names = ("configuration", "lr_scale", "block", "host", "shape")
         return tuple(name for name in names if getattr(self.before, name) != getattr(self.after, name))
 
 
@@ -62,6 +66,8 @@ def diff_table(changes: Sequence[Change]) -> str:
     header = ["parameter", "configuration", "lr scale", "block", "state before", "after"]
     if any("shape" in change.what for change in changes):
         header.insert(1, "shape")
+    if any(side.host for change in changes for side in (change.before, change.after) if side):
+        header.insert(header.index("block") + 1, "on")
     rows = [[_cell(change, column) for column in header] for change in changes]
     return table(header, rows, right=["state before", "after"])
 
@@ -81,4 +87,6 @@ def _cell(change: Change, column: str) -> str:
 def _text(side: Side, column: str) -> str:
     if column == "lr scale":
         return "-" if side.lr_scale is None else f"{side.lr_scale:.4g}"
+    if column == "on":
+        return "host" if side.host else "device"
     return str(getattr(side, column))

@@ -60,6 +60,7 @@ def explain_block(block: Block) -> str:
     facts = [
         ["configuration", _with_alias(block)],
         ["state", f"{human_bytes(block.state_bytes)} ({human_bytes(reference)} under AdamW16{share})"],
+        *([["on", "the host: its update is made there"]] if block.host else []),
         ["lr scale", lr_scale],
         ["risk", f"{sum(block.risk.values()):.4f}" if block.risk else "not known: the plan was made by hand"],
         *([f"  {term}", f"{value:.4f}"] for term, value in block.risk.items()),
@@ -88,6 +89,7 @@ def plan_content(plan: Plan) -> dict[str, Any]:
     return {
         "state_bytes": plan.state_bytes,
         "reference_bytes": plan.reference_bytes,
+        "host_bytes": plan.host_bytes,
         "risk": total_risk(plan),
         "settings": dict(plan.settings),
         "configurations": {
@@ -104,6 +106,7 @@ def block_content(block: Block) -> dict[str, Any]:
         "name": block.name,
         "configuration": str(block.configuration),
         "lr_scale": block.lr_scale,
+        "host": block.host,
         "risk": dict(block.risk),
         "why": block.why,
         "parameters": block.numel,
@@ -146,8 +149,11 @@ def _budgets(plan: Plan) -> list[str]:
     numbers = {name: float(value) for name, value in plan.settings.items() if isinstance(value, (int, float))}
     if "memory_budget" not in numbers:
         return ["The plan has no budgets: it was made by hand."]
-    allowed, used = numbers["memory_budget"], plan.state_bytes
+    allowed, used = numbers["memory_budget"], plan.device_bytes
     lines = [f"memory: {_used(human_bytes(used), human_bytes(allowed), used, allowed)}"]
+    if "host_memory_budget" in numbers or plan.host_bytes:
+        allowed, used = numbers.get("host_memory_budget", 0), plan.host_bytes
+        lines.append(f"host:   {_used(human_bytes(used), human_bytes(allowed), used, allowed)}")
     if "memory_price" in numbers:
         unit, name = (2**10, "KiB") if allowed < 16 * _MIB else (_MIB, "MiB") if allowed < 16 * _GIB else (_GIB, "GiB")
         lines.append(f"        {_price(numbers['memory_price'] * unit, f'one more {name}', 'more memory')}")

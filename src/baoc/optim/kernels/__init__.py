@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from baoc.optim.groups import Member
 from baoc.optim.kernels import native, triton
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job
+from baoc.optim.kernels.matrices import Rows
 
 logger = logging.getLogger("baoc")
 
@@ -30,6 +31,9 @@ class Kernel(Protocol):
 
     def run(self, jobs: Iterable[Job]) -> bool:
         """Whether some gradient may be no number: what reads them all anyway may know that none is."""
+
+    def rows(self, jobs: Sequence[Job], spiked: list[bool] | None = None) -> Rows:
+        """What goes row by row of jobs with matrices; ``spiked`` is told whether some gradient may be no number."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ or not, rows of one group or several, the last group full or not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from baoc.core.rounding import phase_at
 from baoc.core.spec import Reach, Scalar
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job
+from baoc.optim.kernels.matrices import EagerRows
 from baoc.optim.kernels.update import Update
 
 PIECE_NUMEL = 1 << 22  # 16 MiB of fp32 per temporary: enough to keep a GPU busy
@@ -51,6 +52,9 @@ class CompiledKernel:
                     _run(job, copied)
         self._eager.run(left)
         return True
+
+    def rows(self, jobs: Sequence[Job], spiked: list[bool] | None = None) -> EagerRows:
+        return self._eager.rows(jobs, spiked)
 
 
 def _run(job: Job, copied: dict[tuple[int, int], Tensor]) -> None:

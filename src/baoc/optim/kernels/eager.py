@@ -15,7 +15,7 @@ from torch import Tensor
 from baoc.core.sharding import Ranks
 from baoc.core.spec import Reach
 from baoc.optim.kernels.job import Job
-from baoc.optim.kernels.matrices import run_matrices
+from baoc.optim.kernels.matrices import EagerRows, run_matrices
 from baoc.optim.kernels.update import Update, row_tiles
 
 TILE_NUMEL = 1 << 16  # 256 KiB of fp32 per temporary: stays in a core's L2 cache
@@ -38,8 +38,14 @@ class EagerKernel:
             else:
                 Update(job).run(row_tiles(job.param.shape, TILE_NUMEL))
         _run_shards(sums)
-        run_matrices(matrices, TILE_NUMEL)
+        run_matrices(matrices, self.rows(matrices))
         return True
+
+    def rows(self, jobs: Sequence[Job], spiked: list[bool] | None = None) -> EagerRows:
+        """What goes row by row of jobs with matrices. ``spiked``: see :meth:`Kernel.rows`."""
+        if spiked is not None:
+            spiked.append(bool(jobs))
+        return EagerRows(TILE_NUMEL)
 
 
 def _run_shards(jobs: Sequence[Job]) -> None:

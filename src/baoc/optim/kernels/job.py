@@ -31,6 +31,7 @@ class Job(NamedTuple):
     maximize: bool = False
     place: Place = WHOLE
     name: str = ""  # for errors
+    offloaded: bool = False  # its state is in host memory, which its parameter is not in
 
     @classmethod
     def of(
@@ -45,6 +46,7 @@ class Job(NamedTuple):
         place: Place = WHOLE,
         name: str = "",
         known: dict[object, Numbers] | None = None,
+        offloaded: bool = False,
     ) -> Job:
         """The one way to make a job. Ages in ``state`` are those before the step: see :func:`advance_ages`.
 
@@ -59,7 +61,8 @@ class Job(NamedTuple):
             if known is not None:
                 known[shared] = numbers
         scalars, phases = numbers
-        return cls(layout, param, grad, state, place.held(state), scalars, phases, ages, maximize, place, name)
+        held = place.held(state)
+        return cls(layout, param, grad, state, held, scalars, phases, ages, maximize, place, name, offloaded)
 
     def refuse_freed(self) -> None:
         """Raise if memory that the step would read was given back, as some sharding frameworks do between steps."""

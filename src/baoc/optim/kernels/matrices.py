@@ -25,6 +25,9 @@ class Rows(Protocol):
     def directions(self, jobs: Sequence[Job], out: Sequence[Tensor]) -> None:
         """Advance the state of jobs and write their directions, which start as zeros."""
 
+    def adapt(self, jobs: Sequence[Job], finished: Sequence[Tensor]) -> list[Tensor]:
+        """What slots that remember finished directions make of them, once they have taken them in."""
+
     def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
         """Move the parameters of jobs."""
 
@@ -42,6 +45,10 @@ class EagerRows:
             for rows in tiles:
                 direction[rows] = update.direction(rows)
 
+    def adapt(self, jobs: Sequence[Job], finished: Sequence[Tensor]) -> list[Tensor]:
+        tiles = (row_tiles(job.param.shape, self._tile_numel) for job in jobs)
+        return [Update(job).adapt(direction, rows) for job, direction, rows in zip(jobs, finished, tiles)]
+
     def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
         for job, direction in zip(jobs, directions):
             update = Update(job)
@@ -49,9 +56,8 @@ class EagerRows:
                 update.move(rows, direction[rows], job.scalars["step"])
 
 
-def run_matrices(jobs: Iterable[Job], tile_numel: int, by_rows: Rows | None = None) -> None:
+def run_matrices(jobs: Iterable[Job], by_rows: Rows) -> None:
     """Run jobs whose mechanism reaches over matrices."""
-    by_rows = by_rows or EagerRows(tile_numel)
     found = list(batches(jobs))
     owners = _owners(found)
     # one piece of memory for all of them: allocators do not give back what batches of many sizes leave between them
@@ -61,10 +67,10 @@ def run_matrices(jobs: Iterable[Job], tile_numel: int, by_rows: Rows | None = No
         needed[device] = max(needed.get(device, 0), _held(batch, each))
     memory = {device: torch.empty(numel, dtype=torch.float32, device=device) for device, numel in needed.items()}
     for batch, each in zip(found, owners):
-        _run_batch(batch, each, tile_numel, by_rows, memory[batch[0].param.device])
+        _run_batch(batch, each, by_rows, memory[batch[0].param.device])
 
 
-def _run_batch(batch: Sequence[Job], owners: Owners | None, tile_numel: int, by_rows: Rows, memory: Tensor) -> None:
+def _run_batch(batch: Sequence[Job], owners: Owners | None, by_rows: Rows, memory: Tensor) -> None:
     sizes = [job.param.numel() for job in batch]
     flat, scratch = memory[: sum(sizes)].zero_(), memory[aligned(sum(sizes)) :]
     by_rows.directions(batch, _as_rows(flat, batch))
@@ -72,11 +78,7 @@ def _run_batch(batch: Sequence[Job], owners: Owners | None, tile_numel: int, by_
     stacked = flat.view(-1, *as_matrices(layout.shape)[1:]) if owners is None else owners.gather(flat)
     finished = layout.mechanism.finish_in(stacked, scratch, scalars) if len(stacked) else stacked
     finished = finished.reshape(-1) if owners is None else owners.scatter(finished)
-    directions = [
-        Update(job).adapt(direction, row_tiles(job.param.shape, tile_numel))
-        for job, direction in zip(batch, _as_rows(finished, batch))
-    ]
-    by_rows.move(batch, directions)
+    by_rows.move(batch, by_rows.adapt(batch, _as_rows(finished, batch)))
 
 
 def _as_rows(flat: Tensor, batch: Sequence[Job]) -> list[Tensor]:

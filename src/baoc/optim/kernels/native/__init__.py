@@ -122,8 +122,12 @@ class NativeKernel:
             (matrices if by_rows else left).append(job)
         for job in matrices:
             job.refuse_freed()
-        run_matrices(matrices, TILE_NUMEL, _NativeRows(self, spiked))
+        run_matrices(matrices, self.rows(matrices, spiked))
         return (self._eager.run(left) if left else False) or any(spiked)
+
+    def rows(self, jobs: Sequence[Job], spiked: list[bool] | None = None) -> _NativeRows:
+        """What goes row by row of jobs with matrices; ``spiked`` is told as it runs."""
+        return _NativeRows(self, [] if spiked is None else spiked)
 
     def serve(self, jobs: Iterable[Job], as_mechanism: str = "", spiked: list[bool] | None = None) -> list[Job]:
         """Run what C code can run, under another mechanism's name if one is given; the jobs that are left.
@@ -218,7 +222,7 @@ class _Form(NamedTuple):
 
 def _words(job: Job, form: _Form) -> list[int] | None:
     """A job as ``job_words``, or ``None`` if one of its tensors is not what C code would take it for."""
-    _, param, grad, _, held, _, phases, _, maximize, place, _ = job
+    _, param, grad, _, held, _, phases, _, maximize, place, _, _ = job
     template, buffers, param_at, param_planes_at, grad_at, grad_planes_at, _, negate_at, m_phase_at, v_phase_at = form
     if type(place) is Negated or type(param) not in _PLAIN or type(grad) not in _PLAIN:
         return None  # C code reads what is here at its address as it is
@@ -267,7 +271,9 @@ def _planes_and_channels(tensor: Tensor) -> tuple[int, int] | None:
 def _form(
     layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype: torch.dtype, as_mechanism: str
 ) -> _Form | None:
-    library, mechanism = _library(), as_mechanism or _MECHANISMS.get(type(layout.mechanism))
+    library, mechanism = _library(), _MECHANISMS.get(type(layout.mechanism))
+    if type(layout.mechanism) in _AHEAD:
+        mechanism = as_mechanism or None
     formats = [each for each in layout.formats if not each.slot.of_direction and as_mechanism != "SGD"]
     arrays = [part for stored in formats for part in _arrays(stored)]
     if mechanism is None or {param_dtype, grad_dtype} - set(_DTYPES) or not math.prod(shape):

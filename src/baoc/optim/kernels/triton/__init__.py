@@ -106,10 +106,17 @@ class TritonKernel:
         self._numbers.write([*(job for job, _ in whole), *matrices])
         self._serve(whole, "step")
         # all in one call, whatever their rows are run by: every rank must make the same batches
-        run_matrices(matrices, _MATRIX_TILE, _TritonRows(self))
+        run_matrices(matrices, _TritonRows(self))
         if left:
             self._rest().run(left)
         return True
+
+    def rows(self, jobs: Sequence[Job], spiked: list[bool] | None = None) -> _TritonRows:
+        """What goes row by row of jobs with matrices, after all else that this kernel runs in a step."""
+        self._numbers.write(jobs)
+        if spiked is not None:
+            spiked.append(bool(jobs))
+        return _TritonRows(self)
 
     def serve_half(self, jobs: Sequence[Job], use: Use, directions: Sequence[Tensor]) -> list[int]:
         """Write directions, or move by them, where there is Triton code for it; which jobs are left."""

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baoc import BlockOptimizer, Configuration, parse
 from baoc.core.spec import Hyper, Reach
+from baoc.optim import groups
 from baoc.optim.kernels import triton as triton_kernels
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job, advance_ages
@@ -261,6 +262,21 @@ def test_an_optimizer_runs_on_it():
             assert param._version > before, "autograd must see that it has changed"
         assert optimizer.kernel == f"{name} on cpu: asked for by name"
     torch.testing.assert_close(*params.values(), rtol=1e-6, atol=1e-7)
+
+
+def test_it_moves_parameters_whose_momentum_is_in_host_memory(monkeypatch):
+    monkeypatch.setattr(groups, "has_own_memory", lambda device: True)
+    found = []
+    for offload in (False, True):
+        params = [nn.Parameter(torch.ones(64, 80)), nn.Parameter(torch.ones(96, 64)), nn.Parameter(torch.ones(64))]
+        optimizer = BlockOptimizer(params, plan="muon-8 else adamw-8", kernel="triton", offload=offload)
+        streams = [gradients(tuple(param.shape), 2) for param in params]
+        for grads in zip(*streams):
+            for param, grad in zip(params, grads):
+                param.grad = grad
+            optimizer.step()
+        found.append([param.detach() for param in params])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def test_memory_that_was_freed_is_refused():

@@ -16,8 +16,8 @@ from baoc.core.configuration import parse
 from baoc.core.spec import Hyper
 from baoc.models import MODELS
 from baoc.planning import partition
+from baoc.planning.choices import unit_vectors
 from baoc.planning.metrics import Metrics, direction_stability
-from baoc.planning.planner import unit_vectors
 from baoc.planning.risk import Anchors
 from baoc.profiling.coordinates import Coordinates, draw, sample_count
 from baoc.profiling.profile import Profile, ProfileError

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baoc.core.spec import Hyper
 from baoc.planning import partition
-from baoc.planning.planner import unit_vectors
+from baoc.planning.choices import unit_vectors
 from baoc.planning.risk import Anchors
 from baoc.profiling.coordinates import FLOOR
 from baoc.profiling.profile import Profile

@@ -1,0 +1,73 @@
+"""What jobs looked like when their tables were written. While that stands, a step writes its numbers and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from baoc.core.configuration import Layout
+from baoc.optim.kernels.job import Job
+from baoc.optim.kernels.triton.families import Family, Form
+from baoc.optim.kernels.triton.tables import Tables
+from baoc.optim.place import Place
+
+
+class Seen(NamedTuple):
+    """All of a job that its form and its words depend on. No tensors: gradients must be free to go."""
+
+    layout: Layout
+    place: Place
+    keys: tuple[str, ...]  # of the buffers
+    kinds: tuple[object, ...]
+    addresses: list[int]  # of the parameter, the gradient and the buffers
+    direction: int = 0  # its address
+
+    @classmethod
+    def of(cls, job: Job, form: Form | str, direction: Tensor | None) -> Seen:
+        pairs = form.buffers if isinstance(form, Form) else [pair for each in job.layout.formats for pair in each.keys]
+        keys = tuple(key for _, key in pairs)
+        address = 0 if direction is None else direction.data_ptr()
+        return cls(job.layout, job.place, keys, _kinds(job, keys), _addresses(job, keys), address)
+
+    def stands(self, job: Job) -> bool:
+        """Whether a job, but for its direction and its numbers, is what it was."""
+        return (
+            job.layout is self.layout
+            and job.place is self.place
+            and _addresses(job, self.keys) == self.addresses
+            and _kinds(job, self.keys) == self.kinds
+        )
+
+
+class Lineup(NamedTuple):
+    """Jobs that are launched together, and what is launched for them."""
+
+    seen: Sequence[Seen]
+    rows: Sequence[int]  # of numbers
+    served: Sequence[int]  # jobs that have elements to be updated
+    left: Sequence[int]  # and those that there is no Triton code for
+    launches: Sequence[tuple[Family, Tables]]
+
+    def stands(self, jobs: Sequence[Job], rows: Sequence[int], directions: Sequence[Tensor]) -> bool:
+        """Whether jobs are what they were, as many as there were."""
+        return (
+            rows == self.rows
+            and all(seen.stands(job) for seen, job in zip(self.seen, jobs))
+            and all(seen.direction == direction.data_ptr() for seen, direction in zip(self.seen, directions))
+        )
+
+
+def _addresses(job: Job, keys: Sequence[str]) -> list[int]:
+    held = job.held
+    return [job.param.data_ptr(), job.grad.data_ptr(), *[held[key].data_ptr() for key in keys]]
+
+
+def _kinds(job: Job, keys: Sequence[str]) -> tuple[object, ...]:
+    param, grad, held = job.param, job.grad, job.held
+    return (
+        type(param), param.dtype, param.is_contiguous(), param.is_neg(),
+        type(grad), grad.dtype, grad.is_contiguous(), grad.is_neg(),
+        *[held[key].is_contiguous() for key in keys],
+    )  # fmt: skip

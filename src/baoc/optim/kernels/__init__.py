@@ -7,11 +7,12 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from baoc.optim.groups import Member
 from baoc.optim.kernels import native, triton
@@ -50,6 +51,16 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{self.name} on {self.device}: {self.reason}"
+
+
+def reads_flag(kernels: Collection[Kernel]) -> bool:
+    """Whether a step is of one kernel, which can be told on the device to change nothing."""
+    return len(kernels) == 1 and all(isinstance(kernel, triton.TritonKernel) for kernel in kernels)
+
+
+def run(kernel: Kernel, jobs: Iterable[Job], flag: Tensor | None) -> bool:
+    """Run a kernel, but for what a ``flag`` on the device says: see :attr:`baoc.optim.guard.Guard.flag`."""
+    return kernel.run(jobs, flag) if isinstance(kernel, triton.TritonKernel) else kernel.run(jobs)
 
 
 def left_out(kernel: Kernel, members: Iterable[Member]) -> str:

@@ -137,7 +137,7 @@ def test_it_is_the_default_on_gpus_and_says_why_it_cannot_run(monkeypatch):
 def test_auto_takes_it_on_a_gpu_and_not_on_a_cpu(monkeypatch):
     monkeypatch.delenv(triton_kernels.INTERPRETER, raising=False)
     kernels.choose.cache_clear()
-    monkeypatch.setattr(triton_kernels, "Numbers", lambda device: None)  # which would allocate there
+    monkeypatch.setattr(triton_kernels, "Memory", lambda device: None)  # which would allocate there
     assert str(kernels.choose("auto", CUDA)) == "triton on cuda:0: one launch for all tensors of a kind"
     kernels.choose.cache_clear()
     assert kernels.choose("auto", torch.device("cpu")).name != "triton"

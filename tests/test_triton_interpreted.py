@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baoc import BAOC, BlockOptimizer, Configuration, parse
 from baoc.core.spec import Hyper, Reach
+from baoc.optim import kernels
+from baoc.optim.kernels import graphs
 from baoc.optim.kernels import triton as triton_kernels
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job, advance_ages
@@ -27,6 +29,7 @@ from baoc.optim.kernels.triton.tables import Tiles, Written
 from baoc.optim.place import Whole
 from baoc.optim.state import new_state
 from baoc.selfcheck.equality import SHAPES, ExactRoots, Trained, shapes_for
+from benchmarks import host
 from tests.cases import CONFIGURATIONS, gradients
 
 if not triton_kernels.is_interpreted():
@@ -291,13 +294,90 @@ def test_tensors_that_step_now_and_then_have_tables_of_their_own():
     assert_equal(expected, found, exact=True)
 
 
+def test_the_cost_on_the_host_can_be_measured():
+    cost = host.measure("adamw-8", steps=1)
+    assert cost.launches == 2 and cost.step > cost.kernel > 0
+
+
 def test_what_is_written_later_lies_where_it_lay():
     """So a captured graph of launches reads the numbers of the step that it is replayed for."""
     written = Written(CPU, FP32)
-    assert written.write([1.0, 2.0])
+    written.write([1.0, 2.0])
     address = written.tensor.data_ptr()
-    assert not written.write([1.0, 2.0]) and written.write([3.0, 4.0])
+    written.write([3.0, 4.0])
     assert written.tensor.data_ptr() == address and written.tensor.tolist() == [3.0, 4.0]
+
+
+def recorded(optimizer: BlockOptimizer, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """As if a graph was captured of a step: what is launched is not run, but when the result is called."""
+    one: Any = kernels.choose("triton", CPU).kernel
+    launch, launched = one._launch, list[tuple[Any, ...]]()
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, "is_capturing", lambda device: True)
+        patch.setattr(one, "_launch", lambda *arguments: launched.append(arguments))
+        optimizer.step()
+
+    def replay() -> None:
+        for arguments in launched:
+            launch(*arguments)
+
+    return replay
+
+
+@pytest.mark.parametrize("configuration", ["adamw-8", "adamw[m=int8,v=factored]", "adafactor"])
+def test_a_captured_step_is_replayed_with_the_numbers_of_its_step(configuration, monkeypatch):
+    """Ages and learning rates go on, and usual steps may come between."""
+    shape, results = (24, 272), []
+    for captures in (False, True):
+        param = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+        param.grad = torch.zeros(shape)
+        optimizer = BlockOptimizer([param], lr=1e-2, plan=configuration, kernel="triton")
+        replay = None
+        for step, grad in enumerate(gradients(shape, 5)):
+            optimizer.param_groups[0]["lr"] *= 0.9
+            param.grad.copy_(grad)
+            if captures and step == 1:
+                replay = recorded(optimizer, monkeypatch)
+            if replay is None or step == 3:
+                optimizer.step()
+            else:
+                with graphs.replaying():
+                    optimizer.step()
+                replay()
+        results.append((param, optimizer.state_dict()["state"][0]))
+    (param, state), (replayed, found) = results
+    assert torch.equal(param, replayed)
+    for key, held in state.items():
+        assert torch.equal(held, found[key]) if torch.is_tensor(held) else held == found[key], key
+
+
+def test_what_a_graph_cannot_do_is_refused(monkeypatch):
+    def optimizer(plan: str = "adamw-8", **settings: Any) -> BlockOptimizer:
+        param = nn.Parameter(torch.ones(64, 80))
+        param.grad = torch.ones(64, 80)
+        return BlockOptimizer([("weight", param)], plan=plan, **{"kernel": "triton"} | settings)
+
+    for made, refusal in (
+        (optimizer(kernel="eager"), "kernel='eager' cannot be in a CUDA graph"),
+        (optimizer(on_nonfinite="skip"), "on_nonfinite='skip' has to look at gradients"),
+        (optimizer("normuon-8"), r"'weight' cannot be updated in a CUDA graph: .* normuon\[m=int8"),
+    ):
+        with pytest.raises(RuntimeError, match=refusal):
+            recorded(made, monkeypatch)
+    with graphs.replaying(), pytest.raises(RuntimeError, match="no step of these 1 parameters was captured"):
+        optimizer().step()
+    with graphs.replaying(), pytest.raises(RuntimeError, match="kernel='eager' cannot be in a CUDA graph"):
+        optimizer(kernel="eager").step()
+    captured = optimizer()
+    other = nn.Parameter(torch.ones(64, 80))
+    other.grad = torch.ones(64, 80)
+    captured.param_groups[0]["params"].append(other)
+    captured.param_groups[0]["param_names"].append("other")
+    captured.step()
+    recorded(captured, monkeypatch)
+    captured.state[other]["m.age"] = 5  # so it has numbers of its own
+    with graphs.replaying(), pytest.raises(RuntimeError, match="have changed since the step was captured"):
+        captured.step()
 
 
 class Tagged(Tensor):

@@ -89,6 +89,14 @@ class Guard:
         self._unread += found
         return self._settle(by_device)
 
+    def refuse_capture(self) -> None:
+        """Raise if a graph would have to stop itself."""
+        if self.policy != "step":
+            raise RuntimeError(
+                f"on_nonfinite={self.policy!r} has to look at gradients between the backward pass and the step, which "
+                "a CUDA graph of both cannot. Use on_nonfinite='step', or step after each replay, not in the graph."
+            )
+
     @torch.no_grad()
     def note(self, by_device: Mapping[torch.device, Sequence[Job]]) -> None:
         """A step was made, and these may have had gradients that are no numbers."""

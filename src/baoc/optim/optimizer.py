@@ -21,6 +21,7 @@ from baoc.core.text import check_names
 from baoc.optim import blocks, checkpoint, groups, kernels, migrate
 from baoc.optim.groups import Group, Member, Roster
 from baoc.optim.guard import Guard
+from baoc.optim.kernels import graphs
 from baoc.optim.kernels.job import Job, Numbers, advance_ages
 from baoc.optim.lr_match import lr_scales
 from baoc.optim.measure import state_bytes
@@ -187,6 +188,11 @@ class BlockOptimizer(torch.optim.Optimizer):
             for device, members in by_device.items()
         }
         ranks = dict.fromkeys(member.place.ranks for member in self.members() if member.place.ranks)
+        if any(map(graphs.is_capturing, kernel_of)):
+            self._guard.refuse_capture()
+            for device, kernel in kernel_of.items():
+                kernels.record(kernel, jobs[device])
+            return loss
         late = self._may_learn_late() and kernels.reads_flag(kernel_of.values())
         if not self._guard.admits(jobs, ranks, late):
             self._after_skip()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baoc.optim.groups import Member
-from baoc.optim.kernels import native, triton
+from baoc.optim.kernels import graphs, native, triton
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job
 
@@ -60,7 +60,24 @@ def reads_flag(kernels: Collection[Kernel]) -> bool:
 
 def run(kernel: Kernel, jobs: Iterable[Job], flag: Tensor | None) -> bool:
     """Run a kernel, but for what a ``flag`` on the device says: see :attr:`baoc.optim.guard.Guard.flag`."""
+    if graphs.is_replaying():
+        return _graph_kernel(kernel).run(jobs)
     return kernel.run(jobs, flag) if isinstance(kernel, triton.TritonKernel) else kernel.run(jobs)
+
+
+def record(kernel: Kernel, jobs: Iterable[Job]) -> None:
+    """Launch a step while a CUDA graph is captured: nothing is run, and nothing is changed."""
+    _graph_kernel(kernel).run(jobs)
+
+
+def _graph_kernel(kernel: Kernel) -> triton.TritonKernel:
+    if not isinstance(kernel, triton.TritonKernel):
+        raise RuntimeError(
+            f"a step of kernel={kernel.name!r} cannot be in a CUDA graph: it would repeat the numbers of the step that "
+            "was captured. Use kernel='triton', or capture forward and backward passes only, and step after each "
+            "replay."
+        )
+    return kernel
 
 
 def left_out(kernel: Kernel, members: Iterable[Member]) -> str:

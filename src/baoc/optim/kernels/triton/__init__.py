@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Protocol
@@ -22,11 +21,12 @@ import torch
 from torch import Tensor
 
 from baoc.core.spec import Reach
+from baoc.optim.kernels import graphs
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.matrices import EagerRows, run_matrices
 from baoc.optim.kernels.triton.families import ALIGNMENT, Family, Form, Use, form_of
-from baoc.optim.kernels.triton.lineup import Lineup, Seen
-from baoc.optim.kernels.triton.tables import Numbers, Tables, Tiles
+from baoc.optim.kernels.triton.lineup import Lineup, Memory, Seen
+from baoc.optim.kernels.triton.tables import Tables, Tiles
 from baoc.optim.kernels.triton.words import Word
 
 logger = logging.getLogger("baoc")
@@ -34,7 +34,6 @@ logger = logging.getLogger("baoc")
 INTERPRETER = "TRITON_INTERPRET"
 _INTERPRETED = Tiles(segments=64, tiles=1, blocks=2)  # a program takes milliseconds there, whatever its size
 _MATRIX_TILE = 1 << 22  # elements that torch's operations take at once, around matrix products
-_LINEUPS = 256  # that are kept, with their tables
 
 
 class _Other(Protocol):
@@ -81,9 +80,9 @@ class TritonKernel:
 
         self._launch, self._device, self._on_gpu = launch, device, device.type == "cuda"
         self._tiles = tiles or (_INTERPRETED if is_interpreted() else Tiles.on(64 if torch.version.hip else 32))
-        self._numbers = Numbers(device)
-        self._go = self._flag = torch.zeros(1, device=device)
-        self._lineups: OrderedDict[tuple[Use, int, int], Lineup] = OrderedDict()
+        self._usual = self._memory = Memory(device)
+        self._recorded: dict[tuple[int, int], list[Memory]] = {}  # of graphs, by the jobs of their step
+        self._flag: Tensor | None = None
         self._make_other = other
         self._other: _Other | None = None
         self._reported: set[str] = set()
@@ -93,6 +92,13 @@ class TritonKernel:
 
         The host learns of it only where there are jobs for other kernels, which cannot be told so.
         """
+        jobs = list(jobs)
+        if graphs.is_replaying():
+            self._write_for_replay(jobs)
+            return False
+        is_recorded = graphs.is_capturing(self._device)
+        # a graph goes on reading where it did in its capture: that must be its own
+        self._memory = Memory(self._device, kept=None) if is_recorded else self._usual
         rows: list[Job] = []
         matrices: list[Job] = []
         for job in jobs:
@@ -101,16 +107,35 @@ class TritonKernel:
             elif job.place.numel(job.param):  # the whole of it: a shard without rows is asked by the others
                 job.refuse_freed()  # before anything has changed
                 matrices.append(job)
-        self._numbers.write([*rows, *matrices])
-        self._flag = self._go if flag is None else flag
+        self._memory.numbers.write(jobs)
+        self._flag = flag
         left = [rows[index] for index in self.serve(rows, "step")]
-        asks = flag is not None and (left or not all(map(_is_served, matrices)))
-        if not asks or not bool(self._flag[0]):
-            # all in one call, whatever their rows are run by: every rank must make the same batches
-            run_matrices(matrices, _MATRIX_TILE, _TritonRows(self))
-            if left:
-                self._rest().run(left)
+        if is_recorded or flag is not None:
+            others = [*left, *(job for job in matrices if not _is_served(job))]
+            if others and is_recorded:
+                raise RuntimeError(
+                    f"parameter {others[0].name!r} cannot be updated in a CUDA graph: other operations than Triton's "
+                    f"have a part in {others[0].layout.configuration}, and would repeat the numbers of this step."
+                )
+            if others and flag is not None and bool(flag[0]):
+                return True
+        # all in one call, whatever their rows are run by: every rank must make the same batches
+        run_matrices(matrices, _MATRIX_TILE, _TritonRows(self))
+        if left:
+            self._rest().run(left)
+        if is_recorded:
+            self._recorded.setdefault(_named(jobs), []).append(self._memory)
         return True
+
+    def _write_for_replay(self, jobs: Sequence[Job]) -> None:
+        recorded = self._recorded.get(_named(jobs))
+        if recorded is None:
+            raise RuntimeError(
+                f"no step of these {len(jobs)} parameters was captured. Capture one with torch.cuda.graph(...), and "
+                "leave no gradient out later."
+            )
+        for memory in recorded:
+            memory.write_for_replay(jobs)
 
     def serve(self, jobs: Sequence[Job], use: Use, directions: Sequence[Tensor] = ()) -> Sequence[int]:
         """Launch what jobs need, all of a family at once; which jobs are left, for there is no Triton code for them.
@@ -119,18 +144,18 @@ class TritonKernel:
         """
         if not jobs:
             return ()
-        rows = [self._numbers.row(job) for job in jobs]
-        key = use, len(jobs), jobs[0].param.data_ptr()
-        lineup = self._lineups.get(key)
+        numbers = self._memory.numbers
+        flag = numbers.go if self._flag is None else self._flag
+        rows = [numbers.row(job) for job in jobs]
+        key = use, *_named(jobs)
+        lineup = self._memory.lineups.get(key)
         if lineup is None or not lineup.stands(jobs, rows, directions):
             written = {} if lineup is None else dict(lineup.launches)
-            lineup = self._lineups[key] = self._line_up(jobs, use, rows, directions, written)
-            if len(self._lineups) > _LINEUPS:
-                self._lineups.popitem(last=False)
-        self._lineups.move_to_end(key)
+            lineup = self._line_up(jobs, use, rows, directions, written)
+        self._memory.keep(key, lineup)
         with torch.cuda.device(self._device) if self._on_gpu else nullcontext():  # triton launches on the current one
             for family, tables in lineup.launches:
-                self._launch(family, tables, self._numbers.tensor, self._flag, self._tiles)
+                self._launch(family, tables, numbers.tensor, flag, self._tiles)
         if use != "direction":
             torch.autograd.graph.increment_version([jobs[index].param for index in lineup.served])
         return lineup.left
@@ -188,6 +213,11 @@ class TritonKernel:
         if reason not in self._reported:
             self._reported.add(reason)
             logger.info("the %s kernel updates %r: there is no Triton code for %s", other, job.name, reason)
+
+
+def _named(jobs: Sequence[Job]) -> tuple[int, int]:
+    """By what jobs are known again: how many they are, and where the first one lies."""
+    return len(jobs), jobs[0].param.data_ptr() if jobs else 0
 
 
 def _is_served(job: Job) -> bool:

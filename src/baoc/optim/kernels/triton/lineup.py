@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from baoc.core.configuration import Layout
 from baoc.optim.kernels.job import Job
-from baoc.optim.kernels.triton.families import Family, Form
-from baoc.optim.kernels.triton.tables import Tables
+from baoc.optim.kernels.triton.families import Family, Form, Use
+from baoc.optim.kernels.triton.tables import Numbers, Tables
 from baoc.optim.place import Place
+
+_KEPT = 256  # lineups, with their tables
 
 
 class Seen(NamedTuple):
@@ -57,6 +61,29 @@ class Lineup(NamedTuple):
             and all(seen.stands(job) for seen, job in zip(self.seen, jobs))
             and all(seen.direction == direction.data_ptr() for seen, direction in zip(self.seen, directions))
         )
+
+
+class Memory:
+    """What launches read on a device, and what is known of it on the host."""
+
+    def __init__(self, device: torch.device, kept: int | None = _KEPT) -> None:
+        self.numbers = Numbers(device)
+        self.lineups: OrderedDict[tuple[Use, int, int], Lineup] = OrderedDict()
+        self._kept = kept
+
+    def keep(self, key: tuple[Use, int, int], lineup: Lineup) -> None:
+        """Together with those of the last steps."""
+        self.lineups[key] = lineup
+        self.lineups.move_to_end(key)
+        if self._kept is not None and len(self.lineups) > self._kept:
+            self.lineups.popitem(last=False)
+
+    def write_for_replay(self, jobs: Sequence[Job]) -> None:
+        """The numbers of a step, where a graph will read them, and once what could not be copied in its capture."""
+        self.numbers.write_again(jobs)
+        for lineup in self.lineups.values():
+            for _, tables in lineup.launches:
+                tables.write_due()
 
 
 def _addresses(job: Job, keys: Sequence[str]) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.codecs.int8 import GROUP
+from baoc.optim.kernels import graphs
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.triton.families import Family, Form
 from baoc.optim.kernels.triton.words import Number, Word
@@ -50,23 +51,30 @@ class Written:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
         self._last: list[float] | list[int] = []
+        self._is_due = False
         self.tensor = torch.empty(0, dtype=dtype, device=device)
 
-    def write(self, values: list[float] | list[int]) -> bool:
-        """Copy what has changed, without waiting for it; whether anything had.
+    def write(self, values: list[float] | list[int]) -> None:
+        """Copy what has changed, without waiting for it.
 
-        The memory stays where it is while the length does, so that a captured graph reads what is written later.
+        The memory stays where it is while the length does, so that a captured graph reads what is written later. While
+        one is captured nothing is copied: see :meth:`write_due`.
         """
         if values == self._last:
-            return False
-        is_gpu = self._device.type == "cuda"
-        host = torch.tensor(values, dtype=self._dtype, pin_memory=is_gpu)  # the allocator waits for the copy, not we
-        if len(values) == len(self._last):
+            return
+        if len(values) != len(self._last):
+            self.tensor = torch.empty(len(values), dtype=self._dtype, device=self._device)
+        self._last, self._is_due = values, True
+        if not graphs.is_capturing(self._device):
+            self.write_due()
+
+    def write_due(self) -> None:
+        """Copy what is not copied yet."""
+        if self._is_due:
+            # pinned memory is not used again before the copy is made: its allocator waits for it, not we
+            host = torch.tensor(self._last, dtype=self._dtype, pin_memory=self._device.type == "cuda")
             self.tensor.copy_(host, non_blocking=True)
-        else:
-            self.tensor = host.to(self._device, non_blocking=True) if is_gpu else host
-        self._last = values
-        return True
+            self._is_due = False
 
 
 class Numbers:
@@ -75,19 +83,40 @@ class Numbers:
     def __init__(self, device: torch.device) -> None:
         self._written = Written(device, torch.float32)
         self._rows: dict[tuple[int, int, bool], int] = {}
+        self._order: list[int] = []  # the rows of jobs
+        self.go = torch.zeros(1, device=device)
+        """The flag of steps that nobody may stop."""
 
     @property
     def tensor(self) -> Tensor:
         return self._written.tensor
 
     def write(self, jobs: Sequence[Job]) -> None:
-        self._rows, values = {}, list[float]()
+        self._written.write(self._numbered(jobs))
+
+    def write_again(self, jobs: Sequence[Job]) -> None:
+        """For a captured graph, which has the row of every job in its tables."""
+        before = self._order
+        values = self._numbered(jobs)
+        if self._order != before:
+            raise RuntimeError(
+                "param groups, or what their parameters are updated with, have changed since the step was captured. "
+                "Capture it again."
+            )
+        self._written.write(values)
+        self._written.write_due()
+
+    def _numbered(self, jobs: Sequence[Job]) -> list[float]:
+        self._rows, self._order = {}, []
+        values: list[float] = []
         for job in jobs:
             key = id(job.scalars), id(job.phases), job.maximize  # jobs keep them alive for as long as the step takes
-            if key not in self._rows:
-                self._rows[key] = len(self._rows)
+            row = self._rows.get(key)
+            if row is None:
+                row = self._rows[key] = len(self._rows)
                 values += _numbers(job)
-        self._written.write(values)
+            self._order.append(row)
+        return values
 
     def row(self, job: Job) -> int:
         return self._rows[id(job.scalars), id(job.phases), job.maximize]
@@ -129,6 +158,11 @@ class Tables:
         if self._family.sums:
             self._add_room(words)
         self.words.write([word for each in words for word in each])
+
+    def write_due(self) -> None:
+        """Copy what could not be while a graph was captured."""
+        for written in (self.words, self.updates, self.blocks):
+            written.write_due()
 
     def _write_owners(self) -> None:
         tiles = self._tiles

@@ -62,7 +62,7 @@ class Guard:
 
     @property
     def counts(self) -> Counts:
-        """After :meth:`settle`."""
+        """Of all steps that are settled."""
         self._settle()
         return self._counts
 

@@ -188,7 +188,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             for device, members in by_device.items()
         }
         ranks = dict.fromkeys(member.place.ranks for member in self.members() if member.place.ranks)
-        if any(map(graphs.is_capturing, kernel_of)):
+        if any(map(graphs.is_capturing, kernel_of)):  # launches are recorded: no step is made
             self._guard.refuse_capture()
             for device, kernel in kernel_of.items():
                 kernels.record(kernel, jobs[device])

@@ -117,7 +117,7 @@ def compare(spelling: str, device: torch.device, *, every_dtype: bool = True) ->
         found = Trained(configuration, shapes, param_dtype, device)
         kernel = TritonKernel(device, lambda left=left: left)  # type: ignore[misc]
         for step in range(_STEPS):
-            grads = [_gradient(shape, step).to(grad_dtype) for shape in shapes]
+            grads = [gradient(shape, step).to(grad_dtype) for shape in shapes]
             with ExactRoots():
                 expected.step(EagerKernel(), grads)
                 found.step(kernel, [grad.to(device) for grad in grads])
@@ -163,7 +163,7 @@ def differences(expected: Trained, found: Trained, promised: Promise, start: Tra
     return problems
 
 
-def _gradient(shape: tuple[int, ...], step: int) -> Tensor:
+def gradient(shape: tuple[int, ...], step: int) -> Tensor:
     """Over four orders of magnitude, and every seventh element rests."""
     generator = torch.Generator().manual_seed(step)
     grad = torch.randn(shape, generator=generator) * torch.logspace(-3, 1, shape[-1])

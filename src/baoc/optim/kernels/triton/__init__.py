@@ -150,8 +150,7 @@ class TritonKernel:
         key = use, *_named(jobs)
         lineup = self._memory.lineups.get(key)
         if lineup is None or not lineup.stands(jobs, rows, directions):
-            written = {} if lineup is None else dict(lineup.launches)
-            lineup = self._line_up(jobs, use, rows, directions, written)
+            lineup = self._line_up(jobs, use, rows, directions, lineup)
         self._memory.keep(key, lineup)
         with torch.cuda.device(self._device) if self._on_gpu else nullcontext():  # triton launches on the current one
             for family, tables in lineup.launches:
@@ -166,31 +165,36 @@ class TritonKernel:
         use: Use,
         rows: Sequence[int],
         directions: Sequence[Tensor],
-        written: dict[Family, Tables],
+        last: Lineup | None,
     ) -> Lineup:
-        """Write the tables of jobs, into those that there are: what lies where it lay is not copied again."""
+        """Write the tables of jobs, into those of the last lineup: what is as it was is not found or copied again."""
+        before: Sequence[Seen | None] = [None] * len(jobs) if last is None else last.seen
+        written: dict[Family, Tables] = {} if last is None else dict(last.launches)
         left: list[int] = []
         served: list[int] = []
         seen: list[Seen] = []
         families: dict[Family, list[tuple[Form, list[int]]]] = {}
         for index, job in enumerate(jobs):
-            form = form_of(job, use)
-            seen.append(Seen.of(job, form, directions[index] if directions else None))
-            if not all(seen[-1].addresses):
+            own = Seen.of(job, use, directions[index] if directions else None, before[index])
+            seen.append(own)
+            form = own.form
+            if not all(own.addresses):
                 job.refuse_freed()
             if isinstance(form, str):
                 left.append(index)
                 self._report(job, form, "eager" if use != "step" else self._rest().name)
             elif job.param.numel():
                 served.append(index)
-                words = self._words(job, seen[-1], form, use, rows[index])
-                is_aligned = form.family.aligned and not any(word % ALIGNMENT for word in words[: Word.ROW_PARTS])
-                families.setdefault(form.family._replace(aligned=is_aligned), []).append((form, words))
+                words = self._words(job, own, form, use, rows[index])
+                family = form.family
+                if family.aligned and any(word % ALIGNMENT for word in words[: Word.ROW_PARTS]):
+                    family = family._replace(aligned=False)
+                families.setdefault(family, []).append((form, words))
         launches = []
         for family, members in families.items():
-            own = written.get(family) or Tables(family, self._device, self._tiles)
-            own.write([form for form, _ in members], [words for _, words in members])
-            launches.append((family, own))
+            tables = written.get(family) or Tables(family, self._device, self._tiles)
+            tables.write([form for form, _ in members], [words for _, words in members])
+            launches.append((family, tables))
         return Lineup(seen, rows, served, left, launches)
 
     def _words(self, job: Job, seen: Seen, form: Form, use: Use, row: int) -> list[int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baoc.core.configuration import Layout
 from baoc.optim.kernels.job import Job
-from baoc.optim.kernels.triton.families import Family, Form, Use
+from baoc.optim.kernels.triton.families import Family, Form, Use, form_of
 from baoc.optim.kernels.triton.tables import Numbers, Tables
 from baoc.optim.place import Place
 
@@ -19,30 +19,34 @@ _KEPT = 256  # lineups, with their tables
 
 
 class Seen(NamedTuple):
-    """All of a job that its form and its words depend on. No tensors: gradients must be free to go."""
+    """All of a job that its words depend on. No tensors: gradients must be free to go."""
 
     layout: Layout
     place: Place
-    keys: tuple[str, ...]  # of the buffers
     kinds: tuple[object, ...]
+    form: Form | str
+    keys: tuple[str, ...]  # of the buffers
     addresses: list[int]  # of the parameter, the gradient and the buffers
-    direction: int = 0  # its address
+    direction: int  # its address, or 0
 
     @classmethod
-    def of(cls, job: Job, form: Form | str, direction: Tensor | None) -> Seen:
+    def of(cls, job: Job, use: Use, direction: Tensor | None, last: Seen | None) -> Seen:
+        """``last``: what was in its place before. The form is looked up where that was of another kind."""
+        address = 0 if direction is None else direction.data_ptr()
+        if last is not None and last.is_like(job):
+            return last._replace(addresses=_addresses(job, last.keys), direction=address)
+        form = form_of(job, use)
         pairs = form.buffers if isinstance(form, Form) else [pair for each in job.layout.formats for pair in each.keys]
         keys = tuple(key for _, key in pairs)
-        address = 0 if direction is None else direction.data_ptr()
-        return cls(job.layout, job.place, keys, _kinds(job, keys), _addresses(job, keys), address)
+        return cls(job.layout, job.place, _kinds(job, keys), form, keys, _addresses(job, keys), address)
+
+    def is_like(self, job: Job) -> bool:
+        """Whether a job has the same form, wherever it lies."""
+        return job.layout is self.layout and job.place is self.place and _kinds(job, self.keys) == self.kinds
 
     def stands(self, job: Job) -> bool:
         """Whether a job, but for its direction and its numbers, is what it was."""
-        return (
-            job.layout is self.layout
-            and job.place is self.place
-            and _addresses(job, self.keys) == self.addresses
-            and _kinds(job, self.keys) == self.kinds
-        )
+        return self.is_like(job) and _addresses(job, self.keys) == self.addresses
 
 
 class Lineup(NamedTuple):

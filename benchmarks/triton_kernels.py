@@ -70,7 +70,9 @@ class Kernel(NamedTuple):
     def elements(self) -> tuple[str, ...]:
         """The dtypes of the parameters and gradients that it reads."""
         held = dict(self.constants)
-        names = ["GRAD"] * ("GRAD" in held) + ["PARAM"] * bool(held.get("COUPLED") or held.get("MOVES"))
+        names = ["GRAD"] * ("GRAD" in held)
+        if held.get("COUPLED") or held.get("MOVES") or self.name == "measure":
+            names.append("PARAM")
         return tuple(sorted({held[name] for name in names}))
 
 
@@ -106,7 +108,8 @@ def kernels_of(family: Family, tiles: Tiles) -> Iterator[Kernel]:
 
     for index in range(len(family.turns)):
         yield Kernel("add_up", tuple(launch.sums_constants(family, index, tiles).items()))
-        yield Kernel("make_means", (("OUT_FORMAT", launch.means_format(family)),))
+    if family.relative:
+        yield Kernel("measure", tuple(launch.measure_constants(family, tiles).items()))
     yield Kernel("update", tuple(launch.update_constants(family, tiles).items()))
 
 
@@ -120,7 +123,7 @@ def compiled(kernel: Kernel, target: Target) -> Compiled:
 
     function = getattr(launch, kernel.name)
     constants = dict(kernel.constants)
-    pointers = dict(zip(function.arg_names, ("*i64", "*i32", "*fp32")))
+    pointers = dict(zip(function.arg_names, ("*i64", "*i32", "*fp32", "*fp32")))
     source = ASTSource(
         function,
         signature=pointers | dict.fromkeys(constants, "constexpr"),

@@ -119,6 +119,25 @@ def test_compilations_do_not_grow_with_steps_rates_or_tensors(configuration):
     assert again == first
 
 
+def test_numbers_are_made_tensors_once_a_step_whatever_the_number_of_parameters(monkeypatch):
+    """On a GPU each is a copy to the device."""
+    monkeypatch.setattr(compiled, "_compiled_step", lambda *form: lambda *arguments: None)
+    made = []
+    monkeypatch.setattr(
+        compiled.torch, "tensor", lambda *given, make=torch.tensor, **how: made.append(given) or make(*given, **how)
+    )
+    layout, hyper = parse("adamw-8").layout((64, 80)), Hyper(lr=1e-3)
+    for tensors in (2, 8):
+        known: dict = {}
+        jobs = [
+            Job.of(layout, *torch.ones(2, 64, 80), new_state(layout, torch.device("cpu")), hyper, known=known)
+            for _ in range(tensors)
+        ]
+        made.clear()
+        compiled.CompiledKernel().run(jobs)
+        assert len(made) == 2, "scalars, and phases of rounding"
+
+
 def test_the_choice_of_kernel_is_reported(caplog):
     param = nn.Parameter(torch.ones(4))
     optimizer = BlockOptimizer([param], kernel="eager")

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from baoc import BlockOptimizer, Plan, parse
 from baoc.core.configuration import BEYOND
+from baoc.core.mechanisms import newton_schulz
 from baoc.core.mechanisms.newton_schulz import MUON, POLAR_EXPRESS, orthogonalised, workspace
 from baoc.core.mechanisms.normalised import UPDATE_RMS, Normalised
 from baoc.core.roles import Role, as_matrices
@@ -48,6 +50,31 @@ def test_it_follows_torch_where_the_settings_agree(shape):
     torch.testing.assert_close(
         optimizer.state[ours]["m"], reference.state[theirs]["momentum_buffer"], rtol=1e-4, atol=1e-5
     )
+
+
+class Products(TorchDispatchMode):
+    """Notes the shape and dtype of every matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[torch.Size, torch.dtype]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "bmm" in str(function) and "baddbmm" not in str(function):
+            self.found.append((args[0].shape, args[0].dtype))
+        return function(*args, **(kwargs or {}))
+
+
+def test_on_gpus_matrices_of_one_shape_are_multiplied_together_in_bf16(monkeypatch):
+    """As the device is told, for want of one."""
+    monkeypatch.setattr(newton_schulz, "products_dtype", lambda device: torch.bfloat16)
+    params = [nn.Parameter(torch.randn(shape)) for shape in [(48, 96)] * 4 + [(96, 48)] * 3 + [(64, 64)] * 2]
+    for param in params:
+        param.grad = torch.randn(param.shape)
+    with Products() as products:
+        BlockOptimizer(params, plan="muon-8", kernel="eager").step()
+    expected = [((4, 48, 96), torch.bfloat16), ((3, 48, 96), torch.bfloat16), ((2, 64, 64), torch.bfloat16)]
+    assert products.found == [each for each in expected for _ in POLAR_EXPRESS]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # bf16 is what GPUs get

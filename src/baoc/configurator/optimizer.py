@@ -177,6 +177,7 @@ class BAOC(Resumable):
         """As in :class:`BlockOptimizer`, with the steps that were made, whether they are still of the warm-up (1 or
         0), the budget in bytes, and how many blocks were given wider codes.
         """
+        self.settle()
         device, host = self._budgets(self._planner(None, self._wishes), self._wishes)
         own = {
             "steps": self._progress.steps,
@@ -412,6 +413,14 @@ class BAOC(Resumable):
     def _after_skip(self) -> None:
         if self._tokens is not None:  # they are those of one step
             self._tokens.restart()
+
+    def _may_learn_late(self) -> bool:
+        """Samples, tokens and plans are of real steps: while one is to come, each is judged first."""
+        has_plan = self._progress.since_plan is not None and not self._progress.failed
+        return has_plan and self._wishes.replan_every is None and not self._promotes and self._tokens is None
+
+    def _after_late_skip(self) -> None:
+        self._progress = self._progress.taken_back()
 
     def _after_update(self) -> None:
         if not self._progress.steps:

@@ -45,6 +45,10 @@ class Progress:
     def stepped(self) -> Progress:
         return replace(self, steps=self.steps + 1, since_plan=None if self.since_plan is None else self.since_plan + 1)
 
+    def taken_back(self) -> Progress:
+        """Without the last step, which was none."""
+        return replace(self, steps=self.steps - 1, since_plan=None if self.since_plan is None else self.since_plan - 1)
+
 
 @dataclass(frozen=True)
 class Run:

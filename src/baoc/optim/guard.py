@@ -15,6 +15,7 @@ from torch import Tensor
 from baoc.core.sharding import Ranks
 from baoc.core.spec import SPIKE
 from baoc.optim.kernels.job import Job
+from baoc.optim.state import set_age
 
 logger = logging.getLogger("baoc")
 
@@ -38,11 +39,14 @@ class Counts:
 class Guard:
     """Looks at the gradients of every step.
 
-    ``"skip"`` and ``"raise"`` make a norm of each gradient before the update, on its device, and read one number of
-    them, as ``torch.amp.GradScaler`` reads its own: on a GPU the host waits for the backward pass there. Where
-    parameters are sharded, ranks add up what they found, so that all of them decide alike. ``"step"`` waits for
-    nothing: the native kernel looks at gradients that it has in its registers anyway, and what devices counted is read
-    now and then; a rank counts what is in its own rows.
+    ``"skip"`` and ``"raise"`` make a norm of each gradient before the update, on its device, and one number of them
+    says whether the step is made. Where parameters are sharded, ranks add up what they found, so that all of them
+    decide alike. The host reads that number, as ``torch.amp.GradScaler`` does: on a GPU it waits for the backward pass
+    there. A kernel that reads it on the device leaves everything as it is by itself, and the host learns of it *late*,
+    before the next step: nothing waits, and ages that were counted for nothing are taken back then.
+
+    ``"step"`` waits for nothing: the native kernel looks at gradients that it has in its registers anyway, and what
+    devices counted is read now and then; a rank counts what is in its own rows.
     """
 
     def __init__(self, policy: str) -> None:
@@ -52,33 +56,70 @@ class Guard:
         self._counts = Counts()
         self._unread: list[Tensor] = []  # each (2,): see _look
         self._is_told = False
+        self._open: _Open | None = None
+        self.flag: Tensor | None = None
+        """On the device: unless its first number is zero, the kernel must not change anything in this step."""
 
     @property
     def counts(self) -> Counts:
+        """Of all steps that are settled."""
         self._settle()
         return self._counts
 
     @torch.no_grad()
-    def admits(self, by_device: Mapping[torch.device, Sequence[Job]], ranks: Iterable[Ranks]) -> bool:
-        """Whether a step may change anything. All ``ranks`` must ask."""
+    def admits(
+        self, by_device: Mapping[torch.device, Sequence[Job]], ranks: Iterable[Ranks], late: bool = False
+    ) -> bool:
+        """Whether a step may change anything. All ``ranks`` must ask.
+
+        ``late``: there is one device, whose kernel reads :attr:`flag`; where that says no, nobody knows it yet.
+        """
+        self.flag = None  # of a step that an error has ended
         if self.policy == "step":
             return True
+        for job in (job for jobs in by_device.values() for job in jobs):
+            job.refuse_freed()
         found = [_look(jobs, device) for device, jobs in by_device.items()]
         if found:
             for each in ranks:
                 each.sum(found[0])
+        if late and self.policy == "skip" and found:
+            self.flag = found[0]
+            return True
         self._unread += found
         return self._settle(by_device)
+
+    def refuse_capture(self) -> None:
+        """Raise if a graph would have to stop itself."""
+        if self.policy != "step":
+            raise RuntimeError(
+                f"on_nonfinite={self.policy!r} has to look at gradients between the backward pass and the step, which "
+                "a CUDA graph of both cannot. Use on_nonfinite='step', or step after each replay, not in the graph."
+            )
 
     @torch.no_grad()
     def note(self, by_device: Mapping[torch.device, Sequence[Job]]) -> None:
         """A step was made, and these may have had gradients that are no numbers."""
+        if self.flag is not None:
+            self._open = _Open(self.flag, [job for jobs in by_device.values() for job in jobs])
+            self.flag = None
         if self.policy != "step" or not by_device:
             return
         found = [_look(jobs, device) for device, jobs in by_device.items()]
         self._unread += found
         if all(each.is_cpu for each in found) or len(self._unread) >= _READ_EVERY:
             self._settle(by_device)
+
+    def settle(self) -> bool | None:
+        """Whether the last step was made, where its kernel has decided that; ``None`` if that is known already."""
+        if self._open is None:
+            return None
+        opened, self._open = self._open, None
+        self._unread.append(opened.found())
+        was_made = self._settle()
+        if not was_made:
+            opened.take_back_ages()
+        return was_made
 
     def _settle(self, by_device: Mapping[torch.device, Sequence[Job]] | None = None) -> bool:
         """Count what was found; whether the last step may change anything."""
@@ -115,10 +156,32 @@ class Guard:
         logger.warning("%s: %s. This is said once; optimizer.metrics() counts them.", what, does)
 
 
+class _Open:
+    """A step that its kernel may have left out: what was found is on its way to the host."""
+
+    def __init__(self, flag: Tensor, jobs: Sequence[Job]) -> None:
+        self._found = flag.clone() if flag.is_cpu else torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+        self._arrival: torch.cuda.Event | None = None
+        if flag.is_cuda:
+            self._found.copy_(flag, non_blocking=True)
+            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrival.record(torch.cuda.current_stream(flag.device))
+        # not the jobs, which hold gradients
+        self._ages = [(job.state, stored, age - 1) for job in jobs for stored, age in zip(job.layout.formats, job.ages)]
+
+    def found(self) -> Tensor:
+        """Waits for the step that it is of, and for nothing that came after."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._found
+
+    def take_back_ages(self) -> None:
+        for state, stored, age in self._ages:
+            set_age(state, stored, age)
+
+
 def _look(jobs: Sequence[Job], device: torch.device) -> Tensor:
     """Whether some gradient of a device is not finite, and whether one has a spike that is left out; shape (2,)."""
-    for job in jobs:
-        job.refuse_freed()
     jobs = [job for job in jobs if job.grad.numel()]
     if device.type == "cpu":
         # This norm is as fast as memory, and bounds all elements: hardly ever is there anything left to look at.
@@ -126,10 +189,12 @@ def _look(jobs: Sequence[Job], device: torch.device) -> Tensor:
         jobs = [job for job, norm in zip(jobs, norms) if not float(norm) < SPIKE]
     if not jobs:
         return torch.zeros(2, device=device)
-    largest = torch.stack(torch._foreach_norm([job.grad for job in jobs], math.inf, torch.float32))  # (jobs,)
-    shares = torch.tensor([job.layout.shares for job in jobs]).to(device, non_blocking=True)
+    sharing = [job.grad for job in jobs if job.layout.shares]
+    others = [job.grad for job in jobs if not job.layout.shares]
+    largest = torch.stack(torch._foreach_norm(sharing + others, math.inf, torch.float32))  # (jobs,)
     finite = largest.isfinite()
-    return torch.stack(((~finite).any(), (finite & shares & (largest >= SPIKE)).any())).float()
+    spiked = finite & (largest >= SPIKE)
+    return torch.stack(((~finite).any(), spiked[: len(sharing)].any())).float()
 
 
 def _where(jobs: Sequence[Job]) -> str:

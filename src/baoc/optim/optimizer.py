@@ -16,10 +16,11 @@ from baoc.core.roles import Role, role_of, roles_of
 from baoc.core.sharding import fullest
 from baoc.core.spec import DEFAULT_BETAS, Hyper, Shape, real_shape
 from baoc.core.text import check_names
-from baoc.optim import blocks, checkpoint, checks, groups, migrate
+from baoc.optim import blocks, checkpoint, checks, groups, kernels, migrate
 from baoc.optim.engine import Engine
 from baoc.optim.groups import Group, Member, Roster
 from baoc.optim.guard import Guard
+from baoc.optim.kernels import graphs
 from baoc.optim.kernels.job import Job, Numbers, advance_ages
 from baoc.optim.lr_match import lr_scales
 from baoc.optim.measure import held_bytes, state_bytes
@@ -168,6 +169,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.settle()
         self._before_step()
         hypers = {id(group): groups.hyper(group, f"param group {i}") for i, group in enumerate(self.param_groups)}
         stepping = [member for member in self.members() if member.param.grad is not None]
@@ -193,19 +195,40 @@ class BlockOptimizer(torch.optim.Optimizer):
             for device, members in by_device.items()
         }
         ranks = dict.fromkeys(member.place.ranks for member in self.members() if member.place.ranks)
-        if not self._guard.admits(jobs, ranks):
+        if any(map(graphs.is_capturing, kernel_of)):  # launches are recorded: no step is made
+            self._guard.refuse_capture()
+            for device, kernel in kernel_of.items():
+                kernels.record(kernel, jobs[device])
+            return loss
+        late = self._may_learn_late() and kernels.reads_flag(kernel_of.values())
+        if not self._guard.admits(jobs, ranks, late):
             self._after_skip()
             return loss
         self._before_update(stepping)
         self._watch.begin(stepping)
-        suspects = {device: jobs[device] for device, kernel in kernel_of.items() if kernel.run(jobs[device])}
+        flag = self._guard.flag
+        suspects = {
+            device: jobs[device] for device, kernel in kernel_of.items() if kernels.run(kernel, jobs[device], flag)
+        }
         for device in kernel_of:
             advance_ages(jobs[device])
         self._guard.note(suspects)
         self._watch.end()
-        self._has_stepped |= bool(stepping)
+        self._has_stepped |= bool(stepping) and flag is None
         self._after_update()
         return loss
+
+    def settle(self) -> None:
+        """Learn whether the last step was made, where a GPU has decided that by itself (``on_nonfinite="skip"``).
+
+        Whatever reads or writes state through this class does it first. Only who looks into :attr:`state` by hand may
+        find ages that count a step which was left out. See ``docs/guard-rails.md``.
+        """
+        was_made = self._guard.settle()
+        if was_made is not None:
+            self._has_stepped |= was_made
+            if not was_made:
+                self._after_late_skip()
 
     def _before_step(self) -> None:
         """For subclasses: gradients are there, and nothing has been read yet."""
@@ -216,6 +239,13 @@ class BlockOptimizer(torch.optim.Optimizer):
     def _after_skip(self) -> None:
         """For subclasses: gradients were not finite, and nothing has changed."""
 
+    def _may_learn_late(self) -> bool:
+        """For subclasses: whether nothing that they do needs to know at once if a step is made."""
+        return True
+
+    def _after_late_skip(self) -> None:
+        """For subclasses: the last update was none."""
+
     def _after_update(self) -> None:
         """For subclasses: a real step was made."""
 
@@ -223,6 +253,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         """As in torch, with the plan, and with an empty entry for a stateless parameter: distributed checkpoints would
         miss it.
         """
+        self.settle()
         packed = super().state_dict()
         checkpoint.write_plan(packed["param_groups"], self.plan)
         if any(self.state.get(member.param) for member in self.members()):
@@ -237,6 +268,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         included. The checkpoint is checked as a whole before anything is changed. torch's state dicts do not say which
         optimizer wrote them: their state is moved into the configurations this one has.
         """
+        self.settle()
         state_dict = checkpoint.copied(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
@@ -260,6 +292,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
+        self.settle()
         own = ("_engine", "_offload", "_guard", "_watch", "_plan_given", "_default", "_plan", "_roles", "_has_stepped")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
@@ -305,6 +338,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         >>> optimizer.plan.state_bytes
         4416
         """
+        self.settle()
         shapes = self._shapes()
         if not isinstance(plan, Plan):
             roles = self._roles_of(shapes)
@@ -376,6 +410,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         >>> optimizer.metrics()
         {'state_bytes': 8832.0, 'nonfinite_steps': 0.0, 'skipped_steps': 0.0, 'clipped_steps': 0.0, 'strained/all': 0.0}
         """
+        self.settle()
         counts = self._guard.counts
         numbers = {
             "state_bytes": state_bytes(self),

@@ -10,6 +10,7 @@ import torch
 
 from baoc.core.configuration import BEYOND, CATALOG
 from baoc.core.text import human_bytes, table
+from baoc.selfcheck.behaviour import compare_behaviour
 from baoc.selfcheck.equality import Equality, compare
 from baoc.selfcheck.timing import Timing, time_steps
 
@@ -47,13 +48,15 @@ class Report:
         lines += ["", table(["configuration", "dtypes", "promised", "found"], equal)]
         lines += ["", table(header, timed, right=header[1:])] if timed else []
         failed = sum(not each.passed for each in self.equalities)
-        lines += ["", f"{failed} of {len(self.equalities)} comparisons with the eager kernel FAILED" if failed else
-                  f"all {len(self.equalities)} comparisons with the eager kernel passed"]  # fmt: skip
+        lines += ["", f"{failed} of {len(self.equalities)} comparisons FAILED" if failed else
+                  f"all {len(self.equalities)} comparisons passed"]  # fmt: skip
         return "\n".join(lines)
 
 
 def check(device: torch.device, *, tiny: bool = False, times: bool = True) -> Report:
     """Compare all configurations with the eager kernel on the CPU, then time some of them and what peers there are.
+
+    Steps that the device leaves out, and those of a CUDA graph, are compared with usual ones.
 
     Args:
         device: a GPU, or the CPU where Triton interprets.
@@ -62,6 +65,7 @@ def check(device: torch.device, *, tiny: bool = False, times: bool = True) -> Re
     """
     configurations = TINY_CONFIGURATIONS if tiny else CONFIGURATIONS
     equalities = [each for name in configurations for each in compare(name, device, every_dtype=not tiny)]
+    equalities += compare_behaviour(device)
     timings = time_steps(configurations[:2] if tiny else TIMED, device, tiny) if times else []
     return Report(_machine(device), tuple(equalities), tuple(timings))
 

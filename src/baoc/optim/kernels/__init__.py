@@ -7,14 +7,15 @@ import importlib.util
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from baoc.optim.groups import Member
-from baoc.optim.kernels import native, triton
+from baoc.optim.kernels import graphs, native, triton
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.matrices import Rows
@@ -54,6 +55,33 @@ class Choice:
 
     def __str__(self) -> str:
         return f"{self.name} on {self.device}: {self.reason}"
+
+
+def reads_flag(kernels: Collection[Kernel]) -> bool:
+    """Whether a step is of one kernel, which can be told on the device to change nothing."""
+    return len(kernels) == 1 and all(isinstance(kernel, triton.TritonKernel) for kernel in kernels)
+
+
+def run(kernel: Kernel, jobs: Iterable[Job], flag: Tensor | None) -> bool:
+    """Run a kernel, but for what a ``flag`` on the device says: see :attr:`baoc.optim.guard.Guard.flag`."""
+    if graphs.is_replaying():
+        return _graph_kernel(kernel).run(jobs)
+    return kernel.run(jobs, flag) if isinstance(kernel, triton.TritonKernel) else kernel.run(jobs)
+
+
+def record(kernel: Kernel, jobs: Iterable[Job]) -> None:
+    """Launch a step while a CUDA graph is captured: nothing is run, and nothing is changed."""
+    _graph_kernel(kernel).run(jobs)
+
+
+def _graph_kernel(kernel: Kernel) -> triton.TritonKernel:
+    if not isinstance(kernel, triton.TritonKernel):
+        raise RuntimeError(
+            f"a step of kernel={kernel.name!r} cannot be in a CUDA graph: it would repeat the numbers of the step that "
+            "was captured. Use kernel='triton', or capture forward and backward passes only, and step after each "
+            "replay."
+        )
+    return kernel
 
 
 def left_out(kernel: Kernel, members: Iterable[Member]) -> str:

@@ -86,7 +86,8 @@ def _copied(
 ) -> Tensor:
     key = id(source), first  # jobs keep it alive for as long as the step takes
     if key not in copied:
-        copied[key] = torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+        host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")  # else the copy may wait
+        copied[key] = host.to(device, non_blocking=True)
     return copied[key]
 
 

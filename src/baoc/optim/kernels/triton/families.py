@@ -20,6 +20,7 @@ from baoc.core.codecs.int8 import Int8Format
 from baoc.core.codecs.mean import ColMeanFormat, RowMeanFormat
 from baoc.core.configuration import Layout
 from baoc.core.mechanisms import Mechanism
+from baoc.core.mechanisms.adafactor import Adafactor
 from baoc.core.mechanisms.adam import Adam, AdamW
 from baoc.core.mechanisms.balanced import ColNorm, RowNorm, Sinkhorn
 from baoc.core.mechanisms.lion import Lion
@@ -40,6 +41,7 @@ _MECHANISMS: dict[type[Mechanism], str] = {
     SGDWM: "momentum",
     Adam: "adam",
     AdamW: "adam",
+    Adafactor: "adafactor",
     Lion: "lion",
     ColNorm: "ahead",
     RowNorm: "ahead",
@@ -79,6 +81,16 @@ class Family(NamedTuple):
     aligned: bool = True
 
     @property
+    def relative(self) -> bool:
+        """Whether steps depend on the lengths of directions and parameters."""
+        return self.mechanism == "adafactor"
+
+    @property
+    def sums(self) -> bool:
+        """Whether there are sums over tensors, of any kind."""
+        return bool(self.turns) or self.relative
+
+    @property
     def norms(self) -> str:
         """Which factors a balanced direction has: "row", "col", "both" or "none"."""
         return _lines(self.turns) if self.v not in _TURNS else "none"
@@ -106,8 +118,8 @@ def form_of(job: Job, use: Use) -> Form | str:
         return "a negated view"
     found = form(job.layout, job.param.shape, job.param.dtype, job.grad.dtype, use)
     if isinstance(found, Form):
-        if found.family.turns and job.place.rows is not None:
-            return "means over the rows of a shard"
+        if found.family.sums and job.place.rows is not None:
+            return "sums over the rows of a shard"
         if not all(type(held) is Tensor and held.is_contiguous() for held in (job.held[k] for _, k in found.buffers)):
             return "state that is not contiguous"
     return found
@@ -152,7 +164,8 @@ def _format_name(stored: Format) -> str | None:
     if isinstance(stored, FactoredFormat) and name is not None:
         known: dict[type[Format], str] = {FP32Format: name, BF16Format: f"{name}-bf16"}
         kinds = {known.get(type(factor)) for _, factor in stored.factors}
-        return None if stored.slot.torch_dims or len(kinds) > 1 else kinds.pop()
+        is_stack = stored.slot.torch_dims and len(stored.shape) > 2
+        return None if is_stack or len(kinds) > 1 else kinds.pop()
     return name
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.optim.kernels.triton.device.sums import add_up, make_means
+from baoc.optim.kernels.triton.device.sums import add_up, measure
 from baoc.optim.kernels.triton.device.update import update
 from baoc.optim.kernels.triton.families import Family
 from baoc.optim.kernels.triton.tables import WARPS, Tables, Tiles
@@ -27,17 +27,14 @@ def options(backend: str) -> dict[str, Any]:
 _OPTIONS = options("hip" if torch.version.hip else "cuda")
 
 
-def launch(family: Family, tables: Tables, numbers: Tensor, tiles: Tiles) -> None:
-    """Update all tensors of a family."""
-    words = tables.words.tensor
-    for index, turn in enumerate(family.turns):
-        blocks, sums = tables.blocks.tensor, tables.sums[turn]
-        add_up[(len(blocks),)](words, blocks, numbers, **sums_constants(family, index, tiles), **_OPTIONS)
-        out_format = means_format(family)
-        owners = sums.owners.tensor
-        make_means[(len(owners),)](sums.words.tensor, owners, numbers, OUT_FORMAT=out_format, **_OPTIONS)
-    owners = tables.updates.tensor
-    update[(len(owners),)](words, owners, numbers, **update_constants(family, tiles), **_OPTIONS)
+def launch(family: Family, tables: Tables, numbers: Tensor, skip: Tensor, tiles: Tiles) -> None:
+    """Update all tensors of a family, unless the number in ``skip`` is not zero."""
+    words, owners, blocks = tables.words.tensor, tables.updates.tensor, tables.blocks.tensor
+    for index in range(len(family.turns)):
+        add_up[(len(blocks),)](words, blocks, numbers, skip, **sums_constants(family, index, tiles), **_OPTIONS)
+    if family.relative:
+        measure[(len(owners),)](words, owners, numbers, skip, **measure_constants(family, tiles), **_OPTIONS)
+    update[(len(owners),)](words, owners, numbers, skip, **update_constants(family, tiles), **_OPTIONS)
 
 
 def update_constants(family: Family, tiles: Tiles) -> dict[str, Any]:
@@ -71,13 +68,28 @@ def sums_constants(family: Family, index: int, tiles: Tiles) -> dict[str, Any]:
         "FACTOR": other if is_balanced and index else "none",
         "BY_ROW": turn != "col",
         "BY_COL": turn != "row",
+        "OUT": _means_format(family),
         "ALIGNED": family.aligned,
         "SEGMENTS": tiles.segments,
         "TILES": tiles.blocks,
     }
 
 
-def means_format(family: Family) -> str:
+def measure_constants(family: Family, tiles: Tiles) -> dict[str, Any]:
+    """What the lengths of directions and parameters are compiled for."""
+    return {
+        "MECHANISM": family.mechanism,
+        "PARAM": family.param,
+        "GRAD": family.grad,
+        "V": family.v,
+        "SHARES": family.shares,
+        "ALIGNED": family.aligned,
+        "SEGMENTS": tiles.segments,
+        "TILES": tiles.tiles,
+    }
+
+
+def _means_format(family: Family) -> str:
     """What becomes of means: "fp32" or "bf16" factors of v, or what brings lines to one size."""
     if family.norms != "none":
         return "inverse root"

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from baoc.core.codecs.int8 import GROUP
+from baoc.optim.kernels import graphs
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.triton.families import Family, Form
-from baoc.optim.kernels.triton.words import Number, Sum, Word
+from baoc.optim.kernels.triton.words import Number, Word
 
 WARPS = 4  # in a program
 _PART = 64  # fp32 numbers: parts of the memory for sums begin at multiples of it
@@ -28,6 +29,10 @@ class Tiles(NamedTuple):
     def rows(self) -> int:
         """In one block."""
         return self.segments * self.blocks
+
+    def programs(self, form: Form) -> int:
+        """That update a tensor."""
+        return -(-form.rows * _parts(form.row_len) // (self.segments * self.tiles))
 
     @staticmethod
     def on(threads: int) -> Tiles:
@@ -46,23 +51,30 @@ class Written:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
         self._last: list[float] | list[int] = []
+        self._is_due = False
         self.tensor = torch.empty(0, dtype=dtype, device=device)
 
-    def write(self, values: list[float] | list[int]) -> bool:
-        """Copy what has changed, without waiting for it; whether anything had.
+    def write(self, values: list[float] | list[int]) -> None:
+        """Copy what has changed, without waiting for it.
 
-        The memory stays where it is while the length does, so that a captured graph reads what is written later.
+        The memory stays where it is while the length does, so that a captured graph reads what is written later. While
+        one is captured nothing is copied: see :meth:`write_due`.
         """
         if values == self._last:
-            return False
-        is_gpu = self._device.type == "cuda"
-        host = torch.tensor(values, dtype=self._dtype, pin_memory=is_gpu)  # the allocator waits for the copy, not we
-        if len(values) == len(self._last):
+            return
+        if len(values) != len(self._last):
+            self.tensor = torch.empty(len(values), dtype=self._dtype, device=self._device)
+        self._last, self._is_due = values, True
+        if not graphs.is_capturing(self._device):
+            self.write_due()
+
+    def write_due(self) -> None:
+        """Copy what is not copied yet."""
+        if self._is_due:
+            # pinned memory is not used again before the copy is made: its allocator waits for it, not we
+            host = torch.tensor(self._last, dtype=self._dtype, pin_memory=self._device.type == "cuda")
             self.tensor.copy_(host, non_blocking=True)
-        else:
-            self.tensor = host.to(self._device, non_blocking=True) if is_gpu else host
-        self._last = values
-        return True
+            self._is_due = False
 
 
 class Numbers:
@@ -71,19 +83,40 @@ class Numbers:
     def __init__(self, device: torch.device) -> None:
         self._written = Written(device, torch.float32)
         self._rows: dict[tuple[int, int, bool], int] = {}
+        self._order: list[int] = []  # the rows of jobs
+        self.go = torch.zeros(1, device=device)
+        """The flag of steps that nobody may stop."""
 
     @property
     def tensor(self) -> Tensor:
         return self._written.tensor
 
     def write(self, jobs: Sequence[Job]) -> None:
-        self._rows, values = {}, list[float]()
+        self._written.write(self._numbered(jobs))
+
+    def write_again(self, jobs: Sequence[Job]) -> None:
+        """For a captured graph, which has the row of every job in its tables."""
+        before = self._order
+        values = self._numbered(jobs)
+        if self._order != before:
+            raise RuntimeError(
+                "param groups, or what their parameters are updated with, have changed since the step was captured. "
+                "Capture it again."
+            )
+        self._written.write(values)
+        self._written.write_due()
+
+    def _numbered(self, jobs: Sequence[Job]) -> list[float]:
+        self._rows, self._order = {}, []
+        values: list[float] = []
         for job in jobs:
             key = id(job.scalars), id(job.phases), job.maximize  # jobs keep them alive for as long as the step takes
-            if key not in self._rows:
-                self._rows[key] = len(self._rows)
+            row = self._rows.get(key)
+            if row is None:
+                row = self._rows[key] = len(self._rows)
                 values += _numbers(job)
-        self._written.write(values)
+            self._order.append(row)
+        return values
 
     def row(self, job: Job) -> int:
         return self._rows[id(job.scalars), id(job.phases), job.maximize]
@@ -102,20 +135,6 @@ def _numbers(job: Job) -> list[float]:
     return [found[number] for number in Number]
 
 
-class Sums:
-    """The vectors of means that one turn makes: of the rows of matrices, of their columns, or both."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.words, self.owners = Written(device, torch.int64), Written(device, torch.int32)
-
-    def write(self, vectors: Sequence[list[int]]) -> None:
-        firsts, owners = _programs([-(-vector[Sum.LENGTH] // GROUP) for vector in vectors])
-        for vector, first in zip(vectors, firsts):
-            vector[Sum.FIRST_PROGRAM] = first
-        self.words.write([word for vector in vectors for word in vector])
-        self.owners.write(owners)
-
-
 class Tables:
     """The tables of one family's tensors, and the memory that their sums take."""
 
@@ -124,9 +143,9 @@ class Tables:
         self._forms: list[Form] = []
         self._firsts: list[tuple[int, int]] = []
         self._workspace = torch.empty(0, device=device)
+        self._tickets = torch.empty(0, dtype=torch.int32, device=device)
         self.words = Written(device, torch.int64)
         self.updates, self.blocks = Written(device, torch.int32), Written(device, torch.int32)  # owners of programs
-        self.sums = {turn: Sums(device) for turn in family.turns}
 
     def write(self, forms: list[Form], words: Sequence[list[int]]) -> None:
         """``words``: of each tensor, with its addresses and its row of numbers; what else it needs is added."""
@@ -136,54 +155,66 @@ class Tables:
         for each, form, (program, block) in zip(words, forms, self._firsts):
             each[Word.ROW_LEN], each[Word.ROWS] = form.row_len, form.rows
             each[Word.FIRST_PROGRAM], each[Word.FIRST_BLOCK] = program, block
-        if self._family.turns:
-            self._add_workspace(words)
-        if self.words.write([word for each in words for word in each]):
-            for turn, sums in self.sums.items():
-                sums.write([vector for each in words for vector in _vectors(each, turn, self._tiles)])
+        if self._family.sums:
+            self._add_room(words)
+        self.words.write([word for each in words for word in each])
+
+    def write_due(self) -> None:
+        """Copy what could not be while a graph was captured."""
+        for written in (self.words, self.updates, self.blocks):
+            written.write_due()
 
     def _write_owners(self) -> None:
-        segments, tiles = [form.rows * _parts(form.row_len) for form in self._forms], self._tiles
-        firsts, owners = _programs([-(-count // (tiles.segments * tiles.tiles)) for count in segments])
+        tiles = self._tiles
+        firsts, owners = _programs([tiles.programs(form) for form in self._forms])
         self.updates.write(owners)
+        blocks = [-(-form.rows // tiles.rows) * _parts(form.row_len) for form in self._forms]
+        first_blocks, owners = _programs(blocks)
+        self._firsts = list(zip(firsts, first_blocks))
         if self._family.turns:
-            blocks = [-(-form.rows // tiles.rows) * _parts(form.row_len) for form in self._forms]
-            first_blocks, owners = _programs(blocks)
             self.blocks.write(owners)
-            self._firsts = list(zip(firsts, first_blocks))
-            needed = sum(sum(_room(form.rows, form.row_len, tiles).values()) for form in self._forms)
+        if self._family.sums:
+            rooms = [room(form, tiles) for form in self._forms]
+            needed = sum(sum(of_tensor.numbers.values()) for of_tensor in rooms)
             self._workspace = torch.empty(needed, dtype=torch.float32, device=self._device)
-        else:
-            self._firsts = [(first, 0) for first in firsts]
+            needed = sum(sum(of_tensor.tickets.values()) for of_tensor in rooms)
+            self._tickets = torch.zeros(needed, dtype=torch.int32, device=self._device)
 
-    def _add_workspace(self, words: Sequence[list[int]]) -> None:
-        at = self._workspace.data_ptr()
+    def _add_room(self, words: Sequence[list[int]]) -> None:
+        at, ticket_at = self._workspace.data_ptr(), self._tickets.data_ptr()
         for each, form in zip(words, self._forms):
-            for word, numel in _room(form.rows, form.row_len, self._tiles).items():
+            own = room(form, self._tiles)
+            for word, numel in own.numbers.items():
                 if not each[word]:  # what v keeps has its place in the state
                     each[word] = at
                 at += numel * self._workspace.element_size()
+            for word, numel in own.tickets.items():
+                each[word] = ticket_at
+                ticket_at += numel * self._tickets.element_size()
 
 
-def _room(rows: int, cols: int, tiles: Tiles) -> dict[Word, int]:
-    """fp32 numbers that the sums of one matrix take: about one for each 80 elements."""
+class Room(NamedTuple):
+    """What the sums of one tensor take, by the word that has its address."""
+
+    numbers: dict[Word, int]  # of fp32: about one for each 80 elements
+    tickets: dict[Word, int]  # of int32
+
+
+def room(form: Form, tiles: Tiles) -> Room:
+    """Of a tensor that has all sums that there are."""
+    rows, cols, parts = form.rows, form.row_len, _parts(form.row_len)
+    blocks = -(-rows // tiles.rows)
     needed = {
         Word.ROW: rows,
         Word.COL: cols,
-        Word.ROW_PARTS: _parts(cols) * rows,
-        Word.COL_PARTS: -(-rows // tiles.rows) * cols,
-        Word.COL_BLOCKS: _parts(cols),
+        Word.ROW_PARTS: parts * rows,
+        Word.COL_PARTS: blocks * cols,
+        Word.COL_BLOCKS: parts,
+        Word.LENGTH_PARTS: 2 * tiles.programs(form),
+        Word.STEP_FACTOR: 1,
     }
-    return {word: -(-numel // _PART) * _PART for word, numel in needed.items()}
-
-
-def _vectors(tensor: Sequence[int], turn: str, tiles: Tiles) -> list[list[int]]:
-    """The vectors of a tensor that a turn makes, each as :class:`~baoc.optim.kernels.triton.words.Sum` has them."""
-    rows, cols, numbers = tensor[Word.ROWS], tensor[Word.ROW_LEN], tensor[Word.NUMBERS]
-    of_rows = [tensor[Word.ROW_PARTS], _parts(cols), rows, cols, tensor[Word.ROW], 0, 0, numbers]
-    blocks = -(-rows // tiles.rows)
-    of_cols = [tensor[Word.COL_PARTS], blocks, cols, rows, tensor[Word.COL], tensor[Word.COL_BLOCKS], 0, numbers]
-    return {"row": [of_rows], "col": [of_cols], "both": [of_rows, of_cols]}[turn]
+    numbers = {word: -(-numel // _PART) * _PART for word, numel in needed.items()}
+    return Room(numbers, {Word.ROW_TICKETS: blocks, Word.COL_TICKETS: parts, Word.LENGTH_TICKET: 1})
 
 
 def _parts(row_len: int) -> int:

@@ -12,7 +12,7 @@ class _FromZero(IntEnum):
 
 
 class Word(_FromZero):
-    """Of a tensor, each int64. Those up to ``COL_BLOCKS`` are addresses, or 0 where there is nothing."""
+    """Of a tensor, each int64. Those up to ``LENGTH_TICKET`` are addresses, or 0 where there is nothing."""
 
     PARAM = auto()  # or where its direction goes
     GRAD = auto()
@@ -25,6 +25,11 @@ class Word(_FromZero):
     ROW_PARTS = auto()  # sums over rows and columns that are not complete: (parts, rows)
     COL_PARTS = auto()  # (blocks of rows, columns)
     COL_BLOCKS = auto()  # sums over blocks of the column factor, of which its mean is made
+    LENGTH_PARTS = auto()  # sums of squares of the direction and of the tensor: (2, programs)
+    STEP_FACTOR = auto()  # what is made of them
+    ROW_TICKETS = auto()  # int32, zero between launches: how many programs have added to a block of rows,
+    COL_TICKETS = auto()  # to the columns of a segment,
+    LENGTH_TICKET = auto()  # to the whole
     ROW_LEN = auto()  # elements; a tensor whose rows do not matter is one row
     ROWS = auto()
     FIRST_PROGRAM = auto()  # of those that update it
@@ -52,16 +57,6 @@ class Number(_FromZero):
     EPS = auto()
     OF_M = auto()
     OF_GRAD = auto()
-
-
-class Sum(_FromZero):
-    """Of a vector of means that is made of partial sums, each int64."""
-
-    PARTS_AT = auto()  # address of (parts, length) partial sums
-    PARTS = auto()
-    LENGTH = auto()
-    COUNT = auto()  # elements that each mean is of
-    OUT = auto()  # address of the vector
-    BLOCKS = auto()  # address of the sums over its blocks, or 0
-    FIRST_PROGRAM = auto()
-    NUMBERS = auto()
+    V_FLOOR = auto()
+    MIN_PARAM_RMS = auto()
+    CLIP = auto()

@@ -1,7 +1,8 @@
-"""Sums over the rows and columns of many matrices, in an order that is always the same.
+"""Sums over many tensors, in an order that is always the same, each in one launch.
 
-Two launches: every program adds up one block of a matrix and writes what it has; then each mean is made of those parts,
-one after the other. There are no atomic additions, whose order changes from run to run.
+Every program adds up its part of a tensor and stores what it has; the last to come to a sum adds its parts, one after
+the other. Nothing is added atomically, for then the order would change from run to run: only who was last is told that
+way.
 """
 
 import triton
@@ -10,58 +11,72 @@ import triton.language as tl
 from baoc.core import spec
 from baoc.optim.kernels.triton.device.numbers import load_dense, noise_at, quotient, root, store_dense
 from baoc.optim.kernels.triton.device.table import (
+    CLIP,
+    COL_AT,
+    COL_BLOCKS_AT,
     COL_PARTS_AT,
+    COL_TICKETS_AT,
     COUPLED_DECAY,
     FIRST_BLOCK_AT,
-    NUMBERS,
+    FIRST_PROGRAM_AT,
+    LENGTH_PARTS_AT,
+    LENGTH_TICKET_AT,
+    MIN_PARAM_RMS,
     PARAM_AT,
+    ROW_AT,
     ROW_PARTS_AT,
+    ROW_TICKETS_AT,
     ROWS_AT,
     SEGMENT,
+    STEP_FACTOR_AT,
     V_ADD,
     V_KEEP,
     V_PHASE,
     elements,
+    fp32_at,
     own_index,
     own_numbers,
     own_tensor,
     row_length,
     segments_in,
 )
-from baoc.optim.kernels.triton.device.tile import advanced_m, clean, col_number, direction_of, load_grad, row_number
-from baoc.optim.kernels.triton.words import Sum
+from baoc.optim.kernels.triton.device.tile import (
+    advanced_m,
+    advanced_v,
+    clean,
+    col_number,
+    direction_of,
+    load_grad,
+    mean_of_cols,
+    row_number,
+)
 
 FP32_TINY = tl.constexpr(spec.FP32_TINY)
-
-SUM_WORDS = tl.constexpr(len(Sum))
-PARTS_AT = tl.constexpr(int(Sum.PARTS_AT))
-PARTS = tl.constexpr(int(Sum.PARTS))
-LENGTH = tl.constexpr(int(Sum.LENGTH))
-COUNT = tl.constexpr(int(Sum.COUNT))
-OUT = tl.constexpr(int(Sum.OUT))
-BLOCK_SUMS = tl.constexpr(int(Sum.BLOCKS))
-SUM_FIRST_PROGRAM = tl.constexpr(int(Sum.FIRST_PROGRAM))
-SUM_NUMBERS = tl.constexpr(int(Sum.NUMBERS))
+INFINITE = tl.constexpr(float("inf"))
+LANES = tl.constexpr(128)  # parts of a length that are added up at once
 
 
 @triton.jit
 def add_up(
-    table, owners, numbers,
+    table, owners, numbers, skip,
     OF: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, M: tl.constexpr, COUPLED: tl.constexpr,
-    FACTOR: tl.constexpr, BY_ROW: tl.constexpr, BY_COL: tl.constexpr, ALIGNED: tl.constexpr,
+    FACTOR: tl.constexpr, BY_ROW: tl.constexpr, BY_COL: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr,
     SEGMENTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Squares of the gradient ("grad") or of a balanced direction ("sgd", "ahead"), over parts of rows and of columns.
+    """Means of squares of the gradient ("grad") or of a balanced direction ("sgd", "ahead") over rows and columns.
 
     A program takes one segment's columns of ``SEGMENTS * TILES`` rows. ``FACTOR`` says which factor a direction has
-    already: "none", "row" or "col".
+    already: "none", "row" or "col". ``OUT`` says what becomes of means: see :func:`_finish`.
     """
+    if tl.load(skip) != 0.0:
+        return
     tensor = own_tensor(table, owners)
     own = own_numbers(tensor, numbers)
     row_len, rows = row_length(tensor, ALIGNED), tl.load(tensor + ROWS_AT)
     parts = segments_in(row_len)
     index = own_index(tensor, FIRST_BLOCK_AT)
-    block, part = index // parts, (index % parts) + tl.zeros((SEGMENTS, 1), tl.int32)
+    block, own_part = index // parts, index % parts
+    part = own_part + tl.zeros((SEGMENTS, 1), tl.int32)
     of_cols = tl.zeros((SEGMENT,), tl.float32)
     for turn in range(TILES):
         row = (block * TILES + turn) * SEGMENTS + tl.arange(0, SEGMENTS)[:, None]
@@ -83,42 +98,131 @@ def add_up(
             x = x * col_number(tensor, part, mask, "fp32", ALIGNED)
         square = tl.where(mask, x * x, 0.0)
         if BY_ROW:
-            to = tl.load(tensor + ROW_PARTS_AT).to(tl.pointer_type(tl.float32)) + part.to(tl.int64) * rows + row
+            to = fp32_at(tensor, ROW_PARTS_AT) + part.to(tl.int64) * rows + row
             tl.store(to, tl.sum(square, axis=1, keep_dims=True), mask=inside)
         if BY_COL:
             of_cols += tl.sum(square, axis=0)
+    col = own_part.to(tl.int64) * SEGMENT + tl.arange(0, SEGMENT)
     if BY_COL:
-        col = (index % parts).to(tl.int64) * SEGMENT + tl.arange(0, SEGMENT)
-        to = tl.load(tensor + COL_PARTS_AT).to(tl.pointer_type(tl.float32)) + block.to(tl.int64) * row_len + col
+        to = fp32_at(tensor, COL_PARTS_AT) + block.to(tl.int64) * row_len + col
         tl.store(to, of_cols, mask=col < row_len)
+
+    tl.debug_barrier()  # all threads have stored what others may read
+    if BY_ROW:
+        first = block.to(tl.int64) * (SEGMENTS * TILES)
+        _finish_rows(tensor, own, block, first + tl.arange(0, SEGMENTS * TILES), rows, row_len, parts, OUT)
+    if BY_COL:
+        blocks = ((rows + SEGMENTS * TILES - 1) // (SEGMENTS * TILES)).to(tl.int32)
+        _finish_cols(tensor, own, own_part, col, rows, row_len, blocks, OUT)
 
 
 @triton.jit
-def make_means(sums, owners, numbers, OUT_FORMAT: tl.constexpr):
-    """Means of partial sums; every program makes ``SEGMENT`` of them.
+def _finish_rows(tensor, own, block, row, rows, row_len, parts, OUT: tl.constexpr):
+    if _is_last(tensor, ROW_TICKETS_AT, block, parts):
+        total = _total(fp32_at(tensor, ROW_PARTS_AT), parts, rows, row, row < rows)
+        _finish(tl.load(tensor + ROW_AT), own, total, row_len, row, row < rows, OUT)
 
-    ``OUT_FORMAT`` "fp32" or "bf16": they are taken into a factor of v. "inverse root": what brings lines to one size.
+
+@triton.jit
+def _finish_cols(tensor, own, part, col, rows, row_len, blocks, OUT: tl.constexpr):
+    if _is_last(tensor, COL_TICKETS_AT, part, blocks):
+        total = _total(fp32_at(tensor, COL_PARTS_AT), blocks, row_len, col, col < row_len)
+        stored = _finish(tl.load(tensor + COL_AT), own, total, rows, col, col < row_len, OUT)
+        if OUT != "inverse root":
+            tl.store(fp32_at(tensor, COL_BLOCKS_AT) + part, tl.sum(stored, axis=0))
+
+
+@triton.jit
+def measure(
+    table, owners, numbers, skip,
+    MECHANISM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, V: tl.constexpr, SHARES: tl.constexpr,
+    ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Adafactor's factor of the step, from the RMS of a tensor's direction and of the tensor, before either changes.
+
+    Programs take what those of the update take.
     """
-    own = sums + tl.load(owners + tl.program_id(0)).to(tl.int64) * SUM_WORDS
-    index = (tl.program_id(0) - tl.load(own + SUM_FIRST_PROGRAM)).to(tl.int32)
-    length = tl.load(own + LENGTH)
-    at = index.to(tl.int64) * SEGMENT + tl.arange(0, SEGMENT)
-    mask = at < length
-    parts = tl.load(own + PARTS_AT).to(tl.pointer_type(tl.float32))
-    total = tl.zeros((SEGMENT,), tl.float32)
-    for part in range(tl.load(own + PARTS).to(tl.int32)):
-        total += tl.load(parts + part * length + at, mask=mask, other=0.0)
-    mean = quotient(total, tl.load(own + COUNT).to(tl.float32))
-    out = tl.load(own + OUT)
-    if OUT_FORMAT == "inverse root":
-        store_dense(out, at, mask, quotient(1.0, root(tl.maximum(mean, FP32_TINY))), 0, "fp32", False)
+    if tl.load(skip) != 0.0:
+        return
+    tensor = own_tensor(table, owners)
+    own = own_numbers(tensor, numbers)
+    row_len, rows = row_length(tensor, ALIGNED), tl.load(tensor + ROWS_AT)
+    parts, index = segments_in(row_len), own_index(tensor, FIRST_PROGRAM_AT)
+    col_mean = 1.0
+    if V == "factored" or V == "factored-bf16":
+        col_mean = mean_of_cols(tensor, own, row_len)
+    of_direction = tl.zeros((SEGMENTS, SEGMENT), tl.float32)
+    of_param = tl.zeros((SEGMENTS, SEGMENT), tl.float32)
+    for turn in range(TILES):
+        segment = (index * TILES + turn) * SEGMENTS + tl.arange(0, SEGMENTS)[:, None]
+        row, part = segment // parts, segment % parts
+        inside = row < rows
+        offset, mask = elements(row, part, row_len, inside)
+        seen = clean(load_grad(tensor, own, offset, mask, GRAD, ALIGNED), SHARES)
+        param = load_dense(tl.load(tensor + PARAM_AT), offset, mask, PARAM, ALIGNED)
+        v = advanced_v(tensor, own, seen, col_mean, row, part, parts, row_len, offset, inside, mask, V, ALIGNED)
+        direction = tl.where(mask, direction_of(own, seen, seen, v, MECHANISM), 0.0)
+        of_direction += direction * direction
+        param = tl.where(tl.abs(param) < INFINITE, param, 0.0)  # one that is lost must not take the others with it
+        of_param += param * param
+    segments = rows * parts
+    programs = ((segments + SEGMENTS * TILES - 1) // (SEGMENTS * TILES)).to(tl.int32)
+    at = fp32_at(tensor, LENGTH_PARTS_AT)
+    tl.store(at + index, tl.sum(tl.sum(of_direction, axis=1), axis=0))
+    tl.store(at + programs + index, tl.sum(tl.sum(of_param, axis=1), axis=0))
+
+    tl.debug_barrier()
+    if _is_last(tensor, LENGTH_TICKET_AT, 0, programs):
+        numel = (rows * row_len).to(tl.float32)
+        direction_rms = root(quotient(_length(at, programs), numel))
+        param_rms = root(quotient(_length(at + programs, programs), numel))
+        shrunk = tl.maximum(quotient(direction_rms, tl.load(own + CLIP)), 1.0)
+        factor = quotient(tl.maximum(param_rms, tl.load(own + MIN_PARAM_RMS)), shrunk)
+        tl.store(fp32_at(tensor, STEP_FACTOR_AT), factor)
+
+
+@triton.jit
+def _is_last(tensor, TICKETS: tl.constexpr, which, count):
+    """Whether this program is the last of ``count`` to ask; then it may read what the others stored before they did."""
+    ticket = tl.load(tensor + TICKETS).to(tl.pointer_type(tl.int32)) + which
+    is_last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == count - 1
+    tl.store(ticket, 0, mask=is_last)  # for the next launch
+    return is_last
+
+
+@triton.jit
+def _total(at, parts, length, index, mask):
+    """The sum of ``(parts, length)`` numbers over parts, at some places."""
+    total = tl.zeros(index.shape, tl.float32)
+    for part in range(parts):
+        # not from a cache that may have been filled when a neighbour on the line was not there yet
+        total += tl.load(at + part * length + index, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _length(at, parts):
+    """The sum of one number for each part."""
+    lane = tl.arange(0, LANES)
+    total = tl.zeros((LANES,), tl.float32)
+    for first in range(0, parts, LANES):
+        total += tl.load(at + first + lane, mask=first + lane < parts, other=0.0, cache_modifier=".cg")
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _finish(out, own, total, count, index, mask, OUT: tl.constexpr):
+    """Store means of ``count`` numbers each; what was stored, zeros outside.
+
+    ``OUT`` "fp32" or "bf16": they are taken into a factor of v. "inverse root": what brings lines to one size.
+    """
+    mean = quotient(total, count.to(tl.float32))
+    if OUT == "inverse root":
+        value = quotient(1.0, root(tl.maximum(mean, FP32_TINY)))
+        stored = store_dense(out, index, mask, value, 0, "fp32", False)
     else:
-        row = numbers + tl.load(own + SUM_NUMBERS) * NUMBERS
-        held = load_dense(out, at, mask, OUT_FORMAT, False)
-        value = held * tl.load(row + V_KEEP) + mean * tl.load(row + V_ADD)
-        noise = noise_at(at, tl.load(row + V_PHASE).to(tl.int32))
-        stored = store_dense(out, at, mask, value, noise, OUT_FORMAT, False)
-        blocks = tl.load(own + BLOCK_SUMS)
-        if blocks != 0:
-            to = blocks.to(tl.pointer_type(tl.float32)) + index
-            tl.store(to, tl.sum(tl.where(mask, stored, 0.0), axis=0))
+        held = load_dense(out, index, mask, OUT, False)
+        value = held * tl.load(own + V_KEEP) + mean * tl.load(own + V_ADD)
+        noise = noise_at(index, tl.load(own + V_PHASE).to(tl.int32))
+        stored = store_dense(out, index, mask, value, noise, OUT, False)
+    return tl.where(mask, stored, 0.0)

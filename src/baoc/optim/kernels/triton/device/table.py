@@ -22,6 +22,11 @@ COL_AT = tl.constexpr(int(Word.COL))
 ROW_PARTS_AT = tl.constexpr(int(Word.ROW_PARTS))
 COL_PARTS_AT = tl.constexpr(int(Word.COL_PARTS))
 COL_BLOCKS_AT = tl.constexpr(int(Word.COL_BLOCKS))
+LENGTH_PARTS_AT = tl.constexpr(int(Word.LENGTH_PARTS))
+STEP_FACTOR_AT = tl.constexpr(int(Word.STEP_FACTOR))
+ROW_TICKETS_AT = tl.constexpr(int(Word.ROW_TICKETS))
+COL_TICKETS_AT = tl.constexpr(int(Word.COL_TICKETS))
+LENGTH_TICKET_AT = tl.constexpr(int(Word.LENGTH_TICKET))
 ROW_LEN_AT = tl.constexpr(int(Word.ROW_LEN))
 ROWS_AT = tl.constexpr(int(Word.ROWS))
 FIRST_PROGRAM_AT = tl.constexpr(int(Word.FIRST_PROGRAM))
@@ -41,10 +46,13 @@ V_KEEP = tl.constexpr(int(Number.V_KEEP))
 V_ADD = tl.constexpr(int(Number.V_ADD))
 V_MASS_SQRT = tl.constexpr(int(Number.V_MASS_SQRT))
 V_MEAN_FLOOR = tl.constexpr(int(Number.V_MEAN_FLOOR))
+V_FLOOR = tl.constexpr(int(Number.V_FLOOR))
 V_PHASE = tl.constexpr(int(Number.V_PHASE))
 EPS = tl.constexpr(int(Number.EPS))
 OF_M = tl.constexpr(int(Number.OF_M))
 OF_GRAD = tl.constexpr(int(Number.OF_GRAD))
+MIN_PARAM_RMS = tl.constexpr(int(Number.MIN_PARAM_RMS))
+CLIP = tl.constexpr(int(Number.CLIP))
 
 
 @triton.jit
@@ -56,6 +64,12 @@ def own_tensor(table, owners):
 @triton.jit
 def own_numbers(tensor, numbers):
     return numbers + tl.load(tensor + NUMBERS_AT) * NUMBERS
+
+
+@triton.jit
+def fp32_at(tensor, WORD: tl.constexpr):
+    """A pointer to the fp32 numbers whose address is a word of the tensor."""
+    return tl.load(tensor + WORD).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit

@@ -23,10 +23,12 @@ from baoc.optim.kernels.triton.device.table import (
     SIGN,
     V_ADD,
     V_AT,
+    V_FLOOR,
     V_KEEP,
     V_MASS_SQRT,
     V_MEAN_FLOOR,
     V_SHARED_AT,
+    fp32_at,
     segments_in,
 )
 
@@ -90,7 +92,7 @@ def advanced_v(
     tensor, numbers, grad, col_mean, row, part, parts, row_len, offset, inside, mask,
     V: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The new second moment. Factors and means have taken the gradient in already, in launches of their own."""
+    """The new second moment. Factors and means have taken the gradient in already, in a launch of their own."""
     if V == "row-mean":
         return row_number(tensor, row, inside, "fp32")
     elif V == "col-mean":
@@ -123,7 +125,7 @@ def col_number(tensor, part, mask, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def mean_of_cols(tensor, numbers, row_len):
     """The mean of the column factor, from the sums over its blocks, or the floor that it may not be below."""
-    blocks, count = tl.load(tensor + COL_BLOCKS_AT).to(tl.pointer_type(tl.float32)), segments_in(row_len)
+    blocks, count = fp32_at(tensor, COL_BLOCKS_AT), segments_in(row_len)
     lane = tl.arange(0, BLOCKS)
     total = tl.zeros((BLOCKS,), tl.float32)
     for first in range(0, count, BLOCKS):
@@ -140,6 +142,8 @@ def direction_of(numbers, grad, m, v, MECHANISM: tl.constexpr):
     elif MECHANISM == "adam":
         denominator = quotient(root(v), tl.load(numbers + V_MASS_SQRT)) + tl.load(numbers + EPS)
         return quotient(quotient(m, tl.load(numbers + M_MASS)), denominator)
+    elif MECHANISM == "adafactor":
+        return quotient(1.0, root(tl.maximum(v, tl.load(numbers + V_FLOOR)))) * grad
     elif MECHANISM == "ahead":
         return m * tl.load(numbers + OF_M) + grad * tl.load(numbers + OF_GRAD)
     elif MECHANISM == "lion":

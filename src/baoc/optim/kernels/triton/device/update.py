@@ -22,10 +22,12 @@ from baoc.optim.kernels.triton.device.table import (
     ROWS_AT,
     SHRINK,
     STEP,
+    STEP_FACTOR_AT,
     V_AT,
     V_PHASE,
     V_SHARED_AT,
     elements,
+    fp32_at,
     own_index,
     own_numbers,
     own_tensor,
@@ -47,7 +49,7 @@ from baoc.optim.kernels.triton.device.tile import (
 
 @triton.jit
 def update(
-    table, owners, numbers,
+    table, owners, numbers, skip,
     MECHANISM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
     NORMS: tl.constexpr, COUPLED: tl.constexpr, SHARES: tl.constexpr, MOVES: tl.constexpr, ALIGNED: tl.constexpr,
     SEGMENTS: tl.constexpr, TILES: tl.constexpr,
@@ -55,10 +57,12 @@ def update(
     """Every program updates ``TILES`` tiles of ``SEGMENTS`` segments of one tensor, which ``owners`` names.
 
     ``table`` is (tensors, words) int64, ``owners`` (programs,) int32 and ``numbers`` (rows, numbers) fp32: see
-    :mod:`~baoc.optim.kernels.triton.words`. The constants are those of
-    :class:`~baoc.optim.kernels.triton.families.Family`; without ``MOVES`` the direction is stored in the parameter's
-    place.
+    :mod:`~baoc.optim.kernels.triton.words`. Nothing is done where the number at ``skip`` is not zero. The constants are
+    those of :class:`~baoc.optim.kernels.triton.families.Family`; without ``MOVES`` the direction is stored in the
+    parameter's place.
     """
+    if tl.load(skip) != 0.0:
+        return
     tensor = own_tensor(table, owners)
     own = own_numbers(tensor, numbers)
     row_len, rows = row_length(tensor, ALIGNED), tl.load(tensor + ROWS_AT).to(tl.int32)
@@ -112,7 +116,10 @@ def _update_tile(
     if MOVES:
         if SHARES:  # a gradient that is no number makes its element none
             direction = direction + (grad - grad)
-        moved = param * tl.load(own + SHRINK) - direction * tl.load(own + STEP)
+        step = tl.load(own + STEP)
+        if MECHANISM == "adafactor":
+            step = step * tl.load(fp32_at(tensor, STEP_FACTOR_AT))
+        moved = param * tl.load(own + SHRINK) - direction * step
         store_nearest(tl.load(tensor + PARAM_AT), offset, mask, moved, PARAM, ALIGNED)
     else:
         store_nearest(tl.load(tensor + PARAM_AT), offset, mask, direction, PARAM, ALIGNED)

@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test docs bench sanitize gpu-check lint format clean
+.PHONY: demo test docs bench sanitize gpu-check dist lint format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m experiments.demo
@@ -33,10 +33,19 @@ gpu-check: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/test_triton.py
 	$(BIN)/python -m benchmarks.triton_kernels --output docs/results/triton_kernels.md
 
+# What a release uploads, and whether an index would take it; see RELEASING.md.
+dist: $(VENV)/.release
+	rm -rf build dist src/*.egg-info  # else setuptools also packs what was once packed
+	CFLAGS="$$CFLAGS -g0" $(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/abi3audit --strict --summary dist/*.whl
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --no-progress --quiet .github
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -61,6 +70,10 @@ $(VENV)/.dev: $(VENV)/.core
 
 $(VENV)/.docs: $(VENV)/.core
 	$(PIP) --group docs
+	touch $@
+
+$(VENV)/.release: $(VENV)/.core
+	$(PIP) --group release
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.core

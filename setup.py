@@ -1,5 +1,8 @@
-"""What pyproject.toml cannot say: how the native kernels are compiled, and that they may be missing."""
+"""What pyproject.toml cannot say: how the native kernels are compiled, that they may be missing, and what of the README
+can be read where the rest of the repository is not.
+"""
 
+import re
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -27,7 +30,16 @@ class BuildNative(build_ext):
             super().build_extension(ext)
 
 
+def description() -> str:
+    """The README without its pictures, and without links to files that are not there beside it."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    text = re.sub(r"^!\[[^\]]*\]\((?!https?:)[^)]*\)\n+", "", text, flags=re.MULTILINE)
+    return re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)[^)]*\)", r"\1", text)
+
+
 setup(
+    long_description=description(),
+    long_description_content_type="text/markdown",
     ext_modules=[
         Extension(
             "baoc.optim.kernels.native._native",

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import baoc
-from baoc.integrations import unwrap
+from baoc.integrations import see_through
 
 
 def main(arguments: list[str] | None = None) -> tuple[list[float], torch.optim.Optimizer]:
@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], torch.optim.O
     letters = torch.randint(256, (options.steps * 2, 64))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(letters), batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    see_through(optimizer)  # its wrapper has plan, metrics and the like from now on
 
     losses = []
     for (batch,) in loader:
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], torch.optim.O
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-    accelerator.print(unwrap(optimizer).plan)
+    accelerator.print(optimizer.plan)
     return losses, optimizer
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import io
 import json
 import logging
 from dataclasses import replace
@@ -16,7 +15,6 @@ from torch import nn
 
 from baoc import BlockOptimizer, Plan
 from baoc.cli import main
-from baoc.cli.plan import Progress
 from baoc.plan import profile
 from baoc.profiling.profile import Profile, ProfileError
 from baoc.profiling.profiler import Profiler
@@ -288,22 +286,6 @@ def test_plan_refuses_in_one_line(run: Any):
     refused(run("plan", "w.profile", "--forbid", "nope.*=sgd*"), "names no block")
     refused(run("plan", "w.profile", "--forbid", "*"), "every configuration is forbidden")
     refused(run("plan", "w.profile", "--forbid", "sgd*", "--memory", "0.001", "--time", "50"), "no plan fits")
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_is_one_moving_line_on_a_terminal():
-    stream = Terminal()
-    with Progress(stream) as progress:
-        for step in (1, 2):
-            progress(step, 2, float("nan") if step == 1 else 0.5)
-    first, second = stream.getvalue().removesuffix("\n").split("\r")[1:]
-    assert "1/2, loss not finite" in first and "[##############################] 2/2, loss 0.5" in second
-    assert len(second) >= len(first.rstrip())
-    assert stream.getvalue().count("\n") == 1
 
 
 # ---- baoc explain ----

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import baoc
-from baoc.report.progress import MovingLine
 from experiments.demo import __main__ as demo
 from experiments.demo import display, picture
 from experiments.demo.display import Display
 from experiments.demo.training import METHODS, Run
+from experiments.moving_line import MovingLine
 
 CODE = r"\x1b(?:\[[0-9;?]*[a-zA-Z]|[78])"
 

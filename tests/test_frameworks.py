@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch import nn
 
 import baoc
 from baoc import BAOC, BlockOptimizer, ConfigurationError
-from baoc.integrations import release_gradients, spare_vectors, unwrap
+from baoc.integrations import release_gradients, see_through, spare_vectors, unwrap
 from tests.cases import by_configuration
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -178,7 +179,43 @@ def test_accelerate():
     assert losses[-1] < losses[0]
     inner = unwrap(optimizer)
     assert inner is not optimizer and inner.metrics()["steps"] == 20 and "1.weight" in inner.plan
-    assert len(str(optimizer)) < 1500, "short through the wrapper too"
+
+
+def test_what_accelerate_prepared_is_seen_through(tmp_path):
+    """By name, in print and after copies; and it is still Accelerate's, which goes on to accumulate, save and load."""
+    needs("accelerate")
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(50)))
+    model, wrapper = accelerator.prepare(model, BAOC(model, memory=0.5, warmup=1))
+    with pytest.raises(AttributeError):
+        _ = wrapper.plan
+    optimizer = see_through(see_through(wrapper))
+    inner = unwrap(optimizer)
+    assert optimizer is wrapper and isinstance(optimizer, AcceleratedOptimizer)
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 64)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.metrics()["steps"] == 2, "Accelerate's step leaves out every other one"
+    assert optimizer.plan is inner.plan and optimizer.kernel == inner.kernel
+    optimizer.replan(memory=0.25)
+    assert optimizer.plan.state_bytes <= 0.25 * optimizer.plan.reference_bytes
+    assert repr(optimizer) == repr(inner) and len(str(optimizer).splitlines()) == 3
+    accelerator.save_state(tmp_path)
+    accelerator.load_state(tmp_path)
+    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert again.plan.to_json() == optimizer.plan.to_json() and type(again) is type(optimizer)
+    with pytest.raises(AttributeError, match="no attribute 'plam'"):
+        _ = optimizer.plam
+
+
+def test_there_must_be_something_to_see():
+    with pytest.raises(TypeError, match="no optimizer of baoc in this SGD"):
+        see_through(torch.optim.SGD([torch.ones(1)], lr=1.0))
 
 
 def test_lora():

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TextIO
 
 from baoc.core.text import human_bytes
-from baoc.report.progress import MovingLine, bar, columns
 from experiments.demo.training import OnStep
+from experiments.moving_line import MovingLine, bar, columns
 
 _HIDE, _SHOW, _SAVE, _RESTORE, _CLEAR_REST = "\x1b[?25l", "\x1b[?25h", "\x1b7", "\x1b8", "\x1b[K"
 _CYAN, _GREEN, _DIM, _PLAIN = "\x1b[36m", "\x1b[32m", "\x1b[2m", "\x1b[0m"

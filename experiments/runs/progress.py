@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
-from baoc.report.progress import MovingLine
+from experiments.moving_line import MovingLine
 from experiments.runs.cell import Cell
 from experiments.runs.series import Series
 

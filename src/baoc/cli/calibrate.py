@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from baoc.calibrate import calibrate, effects_table
-from baoc.cli import common
+from baoc.cli import common, screen
 from baoc.cli.workload import load_workload
 from baoc.core.text import table
 from baoc.planning.risk import REGIMES
@@ -19,15 +19,17 @@ from baoc.planning.settings import AUTO
 SUMMARY = "measure what configurations do to the loss of your workload, for plans that stand on it"
 
 DESCRIPTION = """\
-Train your model for a few hundred steps with each configuration on each role (hidden weights, embeddings, heads), and
-write how the loss compares with AdamW32's. `baoc plan --table FILE` and BAOC(..., table=FILE) plan by it.
+Train your model for a few hundred steps with each configuration on each role
+(hidden weights, embeddings, heads), and write how the loss compares with
+AdamW32's. `baoc plan --table FILE` and BAOC(..., table=FILE) plan by it.
 
-SOURCE is file.py:function, as for `baoc plan`; the model is copied for every run."""
+SOURCE is file.py:function, as for `baoc plan`; the model is copied for every
+run."""
 
 EXAMPLES = """\
 examples:
   baoc calibrate train.py:make_workload --lr 3e-4 -o mine.json
-  baoc calibrate train.py:make_workload --configuration muon-8 --configuration lion-8 --steps 1000 -o mine.json
+  baoc calibrate train.py:make_workload --configuration lion-8 -o mine.json
   baoc plan train.py:make_workload --table mine.json --memory 25%"""
 
 
@@ -57,12 +59,9 @@ def run(args: argparse.Namespace) -> None:
     """Print the effects and write the table."""
     common.check_writable(args.output)
     torch.manual_seed(args.seed)
-
-    def tell(done: int, total: int, what: str, loss: float) -> None:
-        print(f"run {done}/{total}: {what}, loss {loss:.4f}", file=sys.stderr, flush=True)
-
     with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is not our output
         workload = load_workload(args.source)
+    with contextlib.redirect_stdout(sys.stderr), screen.Progress("calibration", "run") as progress:
         measured = calibrate(
             workload.model,
             workload.guarded_loss,
@@ -73,9 +72,9 @@ def run(args: argparse.Namespace) -> None:
             weight_decay=args.weight_decay,
             configurations=args.configuration,
             regime=args.regime,
-            on_run=tell,
+            on_run=lambda done, total, what, loss: progress(done, total, f"{what}, loss {loss:.4f}"),
         )
     rows = effects_table(measured)
-    print(table(list(rows[0]), [list(row.values()) for row in rows], right=["loss", "runs"]))
+    screen.show(table(list(rows[0]), [list(row.values()) for row in rows], right=["loss", "runs"]))
     measured.save(args.output)
     print(f"saved the table to {args.output}; plan by it with --table {args.output}, or table= in BAOC")

@@ -6,17 +6,18 @@ import argparse
 import json
 from dataclasses import asdict
 
-from baoc.cli import common
+from baoc.cli import common, screen
 from baoc.core.plan import Plan
 from baoc.core.text import human_bytes
 from baoc.report import Change, diff
-from baoc.report.diff import diff_table
+from baoc.report.diff import diff_table, diff_text
 
 SUMMARY = "what is different between two plans"
 
 DESCRIPTION = """\
-Show the parameters whose configuration, lr scale or block is not the same in both plans, or whose state is in host
-memory in one of them, with their bytes before and after. The exit code is 0 whether there are any or not."""
+Show the parameters whose configuration, lr scale or block is not the same in
+both plans, or whose state is in host memory in one of them, with their bytes
+before and after. The exit code is 0 whether there are any or not."""
 
 EXAMPLES = """\
 examples:
@@ -29,6 +30,7 @@ def register(commands: common.Commands) -> None:
     parser = common.add_parser(commands, "diff", SUMMARY, DESCRIPTION, EXAMPLES)
     parser.add_argument("before", metavar="A", help="a plan file")
     parser.add_argument("after", metavar="B", help="another one")
+    parser.add_argument("--wide", action="store_true", help="a row for every parameter, with all that is different")
     common.add_json(parser)
     parser.set_defaults(run=run)
 
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     if not changes:
         print(f"no difference: {_count(_parameters(before))} alike, {human_bytes(before.state_bytes)} of state")
         return
-    print(diff_table(changes))
+    screen.show(diff_table(changes) if args.wide else diff_text(changes))
     print()
     total = len(_parameters(before) | _parameters(after))
     kinds = [f"{_number(kind, changes)} {label}" for kind, label in _LABELS.items() if _number(kind, changes)]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 
-from baoc.cli import common
+from baoc.cli import common, screen
 from baoc.report import explain, find_block
 
 SUMMARY = "what a plan decided, what its budgets are worth, and why"
 
 DESCRIPTION = """\
-Show a plan: its blocks, its configurations, how much of each budget it uses, and by how much the risk would fall if a
-budget grew. With BLOCK, show all about that block."""
+Show a plan: its blocks and why they have what they have, its configurations,
+how much of each budget it uses, and what more of it would be worth. With BLOCK,
+show all about that block."""
 
 EXAMPLES = """\
 examples:
@@ -28,6 +29,7 @@ def register(commands: common.Commands) -> None:
     parser.add_argument(
         "block", metavar="BLOCK", nargs="?", help="a block, one of its parameters, or a pattern that fits one block"
     )
+    parser.add_argument("--wide", action="store_true", help="names and reasons as long as they are")
     common.add_json(parser)
     parser.set_defaults(run=run)
 
@@ -36,7 +38,11 @@ def run(args: argparse.Namespace) -> None:
     """Print the explanation, or its JSON."""
     plan = common.load_plan(args.plan)
     if args.block is None:
-        print(json.dumps(explain.plan_content(plan), indent=2) if args.json else explain.explain_plan(plan))
+        content, text = explain.plan_content(plan), explain.explain_plan(plan, wide=args.wide)
     else:
         block = find_block(plan, args.block)
-        print(json.dumps(explain.block_content(block), indent=2) if args.json else explain.explain_block(block))
+        content, text = explain.block_content(block), explain.explain_block(block, wide=args.wide)
+    if args.json:
+        print(json.dumps(content, indent=2))
+    else:
+        screen.show(text)

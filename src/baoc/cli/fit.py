@@ -7,11 +7,13 @@ import contextlib
 import json
 import sys
 from functools import partial
+from textwrap import fill
 from typing import Any
 
-from baoc.cli import common, states
+from baoc.cli import common, screen, states
 from baoc.cli.fit_text import print_answer
 from baoc.core.plan import PlanError, memory_budget
+from baoc.core.text import WIDTH
 from baoc.fit import PRECISIONS, Answer, Fitter, Measured, Setup
 from baoc.fit.inputs import LENGTH
 from baoc.models import MODELS
@@ -24,21 +26,24 @@ SUMMARY = "will it fit? Memory of a training step on every GPU, and the best pla
 DOES_NOT_FIT = 1
 
 DESCRIPTION = f"""\
-Show what training MODEL takes on every GPU (weights, gradients, optimizer state, activations), the plan of least
-expected loss for what is left, and what else could be changed. The model is built on the meta device: nothing is
+Show what training MODEL takes on every GPU (weights, gradients, optimizer
+state, activations), the plan of least expected loss for what is left, and what
+else could be changed. The model is built on the meta device: nothing is
 downloaded, trained or allocated.
 
-The exit code is 0 if it fits (or no --gpu is given), {DOES_NOT_FIT} if it does not, and 2 if the question was wrong.
+The exit code is 0 if it fits (or no --gpu is given), {DOES_NOT_FIT} if it does not, and 2 if
+the question was wrong.
 
 MODEL is one of
   a name             {{names}}
-  a config           the config.json of a transformers or diffusers model, or a folder that holds one
-  file.py:function   a function without arguments that returns an nn.Module, an object with one as .model,
-                     or a tuple that starts with one"""
+  a config           the config.json of a transformers or diffusers model, or a
+                     folder that holds one
+  file.py:function   a function without arguments that returns an nn.Module, an
+                     object with one as .model, or a tuple that starts with one"""
 
 EXAMPLES = """\
 examples:
-  baoc fit llama-3.1-8b --gpu 24GB --world-size 8 --fsdp --batch 4 --length 2048 --checkpointing
+  baoc fit llama-3.1-8b --gpu 24GB --world-size 8 --fsdp --checkpointing
   baoc fit ./my-model/config.json --gpu 80GB --memory 25% && ./train.sh
   baoc fit train.py:build_model --gpu 16GiB --activations 3GiB --json
   baoc fit gpt2-small --states"""
@@ -117,13 +122,16 @@ def run(args: argparse.Namespace) -> int:
         model = resolve(args.model)
     if states.is_asked(args):
         found = states.States(args, model)
-        print(json.dumps(found.content(), indent=2) if args.json else found.text())
+        if args.json:
+            print(json.dumps(found.content(), indent=2))
+        else:
+            screen.show(found.text())
         return 0
     setup = Setup(
         args.world_size, args.fsdp, args.batch, args.length, args.checkpointing, args.dtype, reserve=args.reserve
     )
     fitter = Fitter(Measured(model, args.activations), Settings(regime=args.regime))
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), screen.working("looking for the best plan that fits"):
         answer = fitter.ask(setup, args.gpu, args.memory, args.host_memory)
     if args.json:
         print(json.dumps(content(args.model, answer), indent=2))
@@ -189,12 +197,6 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 24GB or 1.5GiB") from None
 
 
-def _names(indent: int = 21, width: int = 116) -> str:
-    """The models' names, in lines."""
-    lines, line = [], ""
-    for name in MODELS:
-        if len(line) + len(name) + 2 > width - indent:
-            lines.append(line.rstrip())
-            line = ""
-        line += f"{name}, "
-    return f"\n{' ' * indent}".join([*lines, line.removesuffix(", ")])
+def _names() -> str:
+    """The models' names, in lines that begin below the first."""
+    return fill(", ".join(MODELS), WIDTH, initial_indent=" " * 21, subsequent_indent=" " * 21).lstrip()

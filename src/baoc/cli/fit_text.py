@@ -9,11 +9,12 @@ from textwrap import wrap
 
 from torch import nn
 
+from baoc.cli import screen
 from baoc.core.text import human_bytes, human_count, table
 from baoc.fit import Answer
 from baoc.fit.answer import GIVEN
 
-WIDTH = 78
+WIDTH = 78  # of the bar
 STATE = "optimizer state"
 FREE = "free"
 _MARKS = {
@@ -30,10 +31,9 @@ _MARKS = {
 
 def print_answer(name: str, model: nn.Module, answer: Answer) -> None:
     """To the terminal, in colours where it has some."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console = screen.console(sys.stdout)
     console.print(_title(name, model, answer), "\n", sep="\n", end="", markup=False)
     parts = _parts(answer)
     for part, nbytes in parts.items():
@@ -49,11 +49,10 @@ def print_answer(name: str, model: nn.Module, answer: Answer) -> None:
     console.print(bar.append("]"))
     console.print(_limit(answer), markup=False)
     console.print(Text(verdict(answer), "bold green" if answer.fits else "bold red"), "\n", sep="\n", end="")
-    console.print(_choices(answer), "\n", sep="\n", end="", markup=False)
-    if answer.changes:
-        console.print(_changes(answer), "\n", sep="\n", end="", markup=False)
+    for part in (_choices(answer), *([_changes(answer)] if answer.changes else [])):
+        console.print(screen.coloured(part), "\n", sep="\n", end="")
     console.print("The plan:")
-    console.print(str(answer.chosen.plan), markup=False)
+    console.print(screen.coloured(str(answer.chosen.plan)))
 
 
 def _wrapped(reason: str) -> str:

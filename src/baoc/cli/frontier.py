@@ -8,7 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from baoc.cli import common
+from baoc.cli import common, screen
 from baoc.core.text import human_bytes
 from baoc.planning.planner import Planner
 from baoc.report import Frontier, frontier, plot
@@ -17,10 +17,11 @@ from baoc.report.frontier import frontier_table
 SUMMARY = "risk and time against memory, over all budgets"
 
 DESCRIPTION = """\
-Plan a profile for many memory budgets, from the smallest that can be met to twice AdamW16's state, each larger by the
-same factor, and show the risk (the expected change of the loss, in percent) and the time of each plan. The knee is
-where more memory begins to pay less: the point furthest below the line between the ends of the curve, with both axes
-scaled alike."""
+Plan a profile for many memory budgets, from the smallest that can be met to
+twice AdamW16's state, each larger by the same factor, and show the risk (the
+expected change of the loss, in percent) and the time of each plan. The knee is
+where more memory begins to pay less: the point furthest below the line between
+the ends of the curve, with both axes scaled alike."""
 
 EXAMPLES = """\
 examples:
@@ -54,7 +55,8 @@ def run(args: argparse.Namespace) -> None:
     settings = common.settings_of(args)
     profile = common.load_profile(args.profile)
     planner = Planner(profile.shapes, profile, common.hyper_of(args, profile.betas), settings)
-    result = frontier(planner, args.points, args.time)
+    with screen.working("planning for all budgets"):
+        result = frontier(planner, args.points, args.time)
     if args.json:
         print(json.dumps(_content(result), indent=2))
     else:
@@ -67,18 +69,19 @@ def run(args: argparse.Namespace) -> None:
 
 def _print(result: Frontier, source: str, blocks: int) -> None:
     first, last = result.points[0], result.points[-1]
-    print(
-        f"{source}: {blocks} blocks; {len(result.points)} budgets from {human_bytes(first.memory_budget)} to "
-        f"{human_bytes(last.memory_budget)}, time within {result.time_budget:g} of AdamW16's"
-    )
+    print(f"{source}: {blocks} blocks, time within {result.time_budget:g} of AdamW16's")
+    budgets = (human_bytes(point.memory_budget) for point in (first, last))
+    print(f"{len(result.points)} budgets from {' to '.join(budgets)}")
     print()
-    print(frontier_table(result))
+    screen.show(frontier_table(result))
     print()
     if result.knee is None:
         print("the curve has no knee: no budget in between does better than a straight line")
     else:
         point = result.points[result.knee]
-        print(f"knee: {point.share:.1%} of AdamW16's state, {human_bytes(point.state_bytes)}, risk {point.risk:.3f}")
+        what = "expected loss" if result.is_loss else "risk"
+        size = f"{point.share:.1%} of AdamW16's state, {human_bytes(point.state_bytes)}"
+        print(f"knee: {size}, {what} {result.risk_text(point)}")
 
 
 def _content(result: Frontier) -> dict[str, object]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
-from baoc.cli import common
+from baoc.cli import common, screen
 from baoc.cli.workload import is_workload, load_workload
 from baoc.core.text import human_bytes
 from baoc.models import MODELS
@@ -20,23 +20,28 @@ from baoc.planning.estimate import trainable_shapes
 from baoc.planning.planner import DEFAULT_MEMORY, Planner, check_budgets
 from baoc.profiling.facts import Facts
 from baoc.profiling.profile import Profile
-from baoc.report.progress import MovingLine
 
 SUMMARY = "warm up, then plan which block gets which configuration within a budget"
 
 DESCRIPTION = """\
-Make a plan: the configuration of every block that has the least risk within a memory and a time budget.
+Make a plan: the configuration of every block that has the least risk within a
+memory and a time budget.
 
 SOURCE is one of
-  file.py:function   a function without arguments that returns (model, batches, loss_fn), or an object with .model,
-                     .batches and .loss; loss_fn(model, batch) is the loss. The model is trained for a few steps.
-  a profile          a file that --profile-out wrote: any other budget, without training
-  a model            with --dry-run, all that `baoc fit` knows, such as gpt2-small"""
+  file.py:function   a function without arguments that returns (model, batches,
+                     loss_fn), or an object with .model, .batches and .loss;
+                     loss_fn(model, batch) is the loss. The model is trained
+                     for a few steps.
+  a profile          a file that --profile-out wrote: any other budget, without
+                     training
+  a model            with --dry-run, all that `baoc fit` knows, such as
+                     gpt2-small"""
 
 EXAMPLES = """\
 examples:
-  baoc plan train.py:make_workload --memory 40% -o plan.json --profile-out model.profile
-  baoc plan model.profile --memory 25% --forbid 'sgd*' --forbid 'head.*=adafactor*'
+  baoc plan train.py:make_workload --memory 40% -o plan.json
+  baoc plan train.py:make_workload --profile-out model.profile
+  baoc plan model.profile --memory 25% --forbid 'sgd*' --forbid 'head.*=muon*'
   baoc plan train.py:make_workload --memory 1.5GiB --dry-run"""
 
 
@@ -80,7 +85,10 @@ def run(args: argparse.Namespace) -> None:
     common.settings_of(args)  # wrong options should not cost a warm-up
     planner = _planner(args)
     plan = planner.plan(args.memory, args.time, host_memory=args.host_memory)
-    print(plan.to_json() if args.json else plan.table(wide=args.wide))
+    if args.json:
+        print(plan.to_json())
+    else:
+        screen.show(plan.table(wide=args.wide))
     if args.output is not None:
         plan.save(args.output)
         _note(f"saved the plan to {args.output}", args)
@@ -121,9 +129,13 @@ def _from_workload(args: argparse.Namespace) -> Planner:
         shapes, facts = trainable_shapes(workload.model), Facts.of(workload.model)
         profile: Profile | None = None
         if not args.dry_run:
-            with Progress(sys.stderr) as progress:
+            with screen.Progress("warm-up", lines=5) as progress:
+
+                def tell(step: int, steps: int, loss: float) -> None:
+                    progress(step, steps, f"loss {loss:.4g}" if math.isfinite(loss) else "loss not finite")
+
                 profile = workload.profile(
-                    steps=args.steps, lr=args.lr, weight_decay=args.weight_decay, seed=args.seed, on_step=progress
+                    steps=args.steps, lr=args.lr, weight_decay=args.weight_decay, seed=args.seed, on_step=tell
                 )
     if profile is not None:
         if profile.steps < args.steps:
@@ -141,19 +153,3 @@ def _note(text: str, args: argparse.Namespace) -> None:
 
 def _size(path: str) -> int:
     return Path(path).stat().st_size
-
-
-class Progress:
-    """The warm-up's progress."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._line = MovingLine(stream, "warm-up: ", lines=5)
-
-    def __call__(self, step: int, steps: int, loss: float) -> None:
-        self._line.step(step, steps, loss)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._line.leave()

@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from baoc.cli import quiet
+from baoc.cli import quiet, screen
 from baoc.cli.common import UsageError
 from baoc.core.configuration import ConfigurationError
 from baoc.core.plan import PlanError
@@ -67,7 +67,7 @@ def run(
         sys.stdout.flush()
         return code or 0
     except errors as error:
-        print(f"{parser.prog}: {' '.join(_text(error).split())}", file=sys.stderr)
+        screen.complain(f"{parser.prog}:", " ".join(_text(error).split()))
         return 2
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from baoc.cli import common
+from baoc.cli import common, screen
 from baoc.core.plan import Plan
 from baoc.core.text import human_bytes
 from baoc.profiling.profile import Profile
@@ -17,11 +17,13 @@ from baoc.report.runlog import Run, is_run
 SUMMARY = "a page to explore: the model, its plans over all budgets, and how a run went"
 
 DESCRIPTION = """\
-Write one HTML file that opens in any browser, without a network. It shows the model as its tensors in forward order,
-coloured by configuration, with a slider over all budgets; compares two plans; and shows a run.
+Write one HTML file that opens in any browser, without a network. It shows the
+model as its tensors in forward order, coloured by configuration, with a slider
+over all budgets; compares two plans; and shows a run.
 
 FILE is any of these, in any number, all of one model:
-  a profile          as `baoc plan --profile-out` or `optimizer.profile.save` writes it (at most one)
+  a profile          as `baoc plan --profile-out` or `optimizer.profile.save`
+                     writes it (at most one)
   a plan             plan.json, to compare with
   a run's log        as `baoc.report.RunLog` writes it (at most one)"""
 
@@ -71,5 +73,6 @@ def run(args: argparse.Namespace) -> None:
         args.time,
         hyper,
     )
-    write(sources, args.output)
+    with screen.working("planning for all budgets"):
+        write(sources, args.output)
     print(f"wrote {args.output} ({human_bytes(Path(args.output).stat().st_size)}): open it in a browser")

@@ -7,19 +7,21 @@ import json
 import sys
 from pathlib import Path
 
-from baoc.cli import common
+from baoc.cli import common, screen
 
 SUMMARY = "whether the GPU kernels are right on this machine, and how fast"
 
 DESCRIPTION = """\
-Compare the Triton kernels on a GPU with the reference on the CPU, for every configuration, dtype and kind of row, and
-time steps beside torch's fused AdamW, torchao and bitsandbytes where they are installed. Some minutes, most of them
-compiling. The JSON is what to paste into an issue. Ends with exit code 1 if a comparison fails."""
+Compare the Triton kernels on a GPU with the reference on the CPU, for every
+configuration, dtype and kind of row, and time steps beside torch's fused AdamW,
+torchao and bitsandbytes where they are installed. Some minutes, most of them
+compiling. The JSON is what to paste into an issue. Ends with exit code 1 if a
+comparison fails."""
 
 EXAMPLES = """\
 examples:
   baoc selfcheck --output selfcheck.json
-  TRITON_INTERPRET=1 baoc selfcheck --device cpu --tiny      # without a GPU, in Triton's interpreter"""
+  TRITON_INTERPRET=1 baoc selfcheck --device cpu --tiny   # without a GPU"""
 
 
 def register(commands: common.Commands) -> None:
@@ -48,9 +50,13 @@ def run(args: argparse.Namespace) -> None:
     common.check_writable(args.output)
     from baoc.selfcheck import check
 
-    report = check(device, tiny=args.tiny, times=not args.no_times)
+    with screen.Progress("selfcheck", "part") as progress:
+        report = check(device, tiny=args.tiny, times=not args.no_times, on_part=progress)
     text = json.dumps(report.content(), indent=2)
-    print(text if args.json else report)
+    if args.json:
+        print(text)
+    else:
+        screen.show(str(report))
     if args.output:
         Path(args.output).write_text(text + "\n")
     if not report.passed:

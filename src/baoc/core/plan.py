@@ -321,7 +321,7 @@ class Plan:
         is_expectation = "expected_loss" in self.settings
         mark = {True: "*", False: " "} if any(block.host for block in self.blocks) else {False: ""}
         columns: dict[str, Callable[[Block], object]] = {
-            "block": lambda block: block.name if wide else _cut(block.name),
+            "block": lambda block: block.name,
             "tensors": lambda block: len(block.parameters),
             "parameters": lambda block: human_count(block.numel),
             "configuration": lambda block: str(block.configuration) if wide else block.configuration.alias,
@@ -338,7 +338,8 @@ class Plan:
         right = [
             name for name in columns if name not in ("block", "configuration", "why") and not (wide and name == "risk")
         ]
-        return "\n".join([table(list(columns), rows, right=right), *self._summary()])
+        shorten = None if wide else "block"
+        return "\n".join([table(list(columns), rows, right=right, shorten=shorten), *self._summary()])
 
     def _summary(self) -> list[str]:
         share = self.state_bytes / self.reference_bytes if self.reference_bytes else 0.0
@@ -410,11 +411,6 @@ def _read_shape(shape: Any) -> Shape:
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"a shape is {shape!r}; it must be a list of whole numbers.")
     return tuple(shape)
-
-
-def _cut(name: str, width: int = 24) -> str:
-    """The end of a name tells more than its beginning."""
-    return name if len(name) <= width else f"..{name[2 - width :]}"
 
 
 def _percent(value: float) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+WIDTH = 80  # columns of a terminal
+_SHORTEST = 12
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -35,8 +37,34 @@ def human_count(count: int) -> str:
     return str(count)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[str] = ()) -> str:
+def shortened(name: str, width: int) -> str:
+    """A name without its middle, if it is too long: both ends of a path tell more, and so does a layer's number.
+
+    >>> shortened("model.layers.11.self_attn.q_proj.weight", 24), shortened("head.weight", 24)
+    ('model..11.._proj.weight', 'head.weight')
+    """
+    if len(name) <= width:
+        return name
+    numbers = [f"..{part}.." for part in name.split(".")[1:-1] if part.isdecimal()]
+    for cut in (*numbers[-1:], ".."):
+        room = width - len(cut)
+        tail = 2 * room // 3
+        begin, end = name[: room - tail], name[len(name) - tail :]
+        if cut == ".." or cut[1:-1] in name[len(begin) - 1 : len(name) - tail + 1]:  # else it is there already
+            break
+    return f"{begin.rstrip('.')}{cut}{end.lstrip('.')}"
+
+
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    right: Sequence[str] = (),
+    shorten: str | None = None,
+) -> str:
     """Align columns; those named in ``right`` to the right.
+
+    Names in the column ``shorten`` lose their middle where the table would else be wider than 80 columns.
 
     >>> print(table(["name", "bytes"], [["a", 1], ["bcd", 100]], right=["bytes"]))
     name  bytes
@@ -45,6 +73,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Seq
     bcd     100
     """
     cells = [[str(cell) for cell in row] for row in rows]
+    if shorten is not None:
+        index = header.index(shorten)
+        others = [max(map(len, column)) for column in zip(header, *cells)]
+        room = max(_SHORTEST, WIDTH - sum(others) + others[index] - 2 * (len(header) - 1))
+        for row in cells:
+            row[index] = shortened(row[index], room)
     widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
     lines = [list(header), ["-" * width for width in widths], *cells]
 

@@ -2,6 +2,6 @@
 
 from baoc.integrations.groups import spare_vectors
 from baoc.integrations.release import release_gradients
-from baoc.integrations.unwrap import unwrap
+from baoc.integrations.unwrap import see_through, unwrap
 
-__all__ = ["release_gradients", "spare_vectors", "unwrap"]
+__all__ = ["release_gradients", "see_through", "spare_vectors", "unwrap"]

@@ -241,12 +241,15 @@ class Planner(Choices):
             return f"no gradient in the warm-up: {what}"
         costs, memory, time = (each[list(members)].sum(axis=0) for each in (self.cost, self.memory, self.time))
         best = int(np.argmin(costs))
+        is_loss = self.settings.chosen_risk == risks.MEASURED
         if best == chosen:
-            return "least risk of all"
+            return "least loss of all" if is_loss else "least risk of all"
         more = human_bytes(int(memory[best] - memory[chosen]))
         larger, slower = memory[best] > memory[chosen], time[best] > time[chosen]
         price = f"{more} more" if larger else "more time" if slower else "what other blocks need more"
-        return f"{self.candidates[best].alias} risks {costs[chosen] - costs[best]:.3f} less but needs {price}"
+        less = costs[chosen] - costs[best]
+        what = f"would end {less:.2g}% lower" if is_loss else f"risks {less:.3f} less"
+        return f"{self.candidates[best].alias} {what} but needs {price}"
 
     def _infeasible(self, error: Infeasible, memory: object, budget: int, time: float, taken: int = 0) -> PlanError:
         """What is wrong in the numbers that were given, and whether memory or time is to blame."""

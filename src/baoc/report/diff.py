@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import fill
 
+from baoc.core.configuration import parse
 from baoc.core.plan import Block, Plan
 from baoc.core.spec import Shape
-from baoc.core.text import human_bytes, table
+from baoc.core.text import WIDTH, human_bytes, shortened, table
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$")
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,79 @@ def diff(before: Plan, after: Plan) -> list[Change]:
     return [change for change in changes if change.what]
 
 
+def diff_text(changes: Sequence[Change]) -> str:
+    """Parameters by what became of them, in 80 columns.
+
+    >>> shapes = {"h.0.weight": (64, 64), "h.1.weight": (64, 64)}
+    >>> before, after = Plan.uniform("adamw-16", shapes), Plan.uniform("adamw-8", shapes)
+    >>> print(diff_text(diff(before, after)))
+    adamw-16 -> adamw-8, 2 tensors: 32.0 KiB -> 16.2 KiB
+      h.{0,1}.weight
+    """
+    found: dict[tuple[str, ...], list[Change]] = {}
+    for change in changes:
+        found.setdefault(_became(change), []).append(change)
+    lines = []
+    for (became, *others), same in found.items():
+        sides = zip(*((change.before, change.after) for change in same))
+        sizes = [human_bytes(sum(side.state_bytes for side in sides_of if side)) for sides_of in sides]
+        count = f"{len(same)} tensor{'s' if len(same) != 1 else ''}"
+        lines.append(fill(f"{became}, {count}: {' -> '.join(sizes)}", WIDTH, subsequent_indent="    "))
+        lines += [f"  ({', '.join(others)})"] if others else []
+        lines += [f"  {shortened(name, WIDTH - 2)}" for name in _together([change.parameter for change in same])]
+    return "\n".join(lines)
+
+
+def _became(change: Change) -> tuple[str, ...]:
+    """What has which configuration instead, and what else is different."""
+    before, after = change.before, change.after
+    if before is None or after is None:
+        side = before or after
+        assert side is not None
+        return (f"{'added' if before is None else 'removed'}: {parse(side.configuration).alias}",)
+    parts = [" -> ".join(dict.fromkeys(parse(side.configuration).alias for side in (before, after)))]
+    for column in ("lr scale", "shape", *(["block"] if change.what == ("block",) else [])):
+        was, became = _text(before, column), _text(after, column)
+        parts += [f"{column} {was} -> {became}"] if was != became else []
+    return tuple(parts)
+
+
+def _together(names: Sequence[str]) -> list[str]:
+    """Names that differ in numbers only, as one.
+
+    >>> _together(["h.0.up", "h.1.up", "h.0.norm", "h.2.up"])
+    ['h.{0..2}.up', 'h.0.norm']
+    """
+    alike: dict[str, list[tuple[str, ...]]] = {}
+    for name in names:
+        alike.setdefault(_NUMBER.sub("#", name), []).append(tuple(_NUMBER.findall(name)))
+    found = []
+    for pattern, numbers in alike.items():
+        parts = [_run(list(dict.fromkeys(column))) for column in zip(*numbers)]
+        is_whole = math.prod(count for _, count in parts) == len(numbers)  # else some combinations are not there
+        if is_whole:
+            found.append(_filled(pattern, [text for text, _ in parts]))
+        else:
+            found += [_filled(pattern, each) for each in numbers]
+    return found
+
+
+def _run(numbers: Sequence[str]) -> tuple[str, int]:
+    """Of one place in a name, and how many there are."""
+    values = [int(number) for number in numbers]
+    if len(values) == 1:
+        return numbers[0], 1
+    is_run = len(values) > 2 and values == list(range(values[0], values[0] + len(values)))
+    return f"{{{numbers[0]}..{numbers[-1]}}}" if is_run else f"{{{','.join(numbers)}}}", len(values)
+
+
+def _filled(pattern: str, numbers: Sequence[str]) -> str:
+    parts = iter(numbers)
+    return "".join(next(parts) if character == "#" else character for character in pattern)
+
+
 def diff_table(changes: Sequence[Change]) -> str:
-    """One row per parameter."""
+    """One row per parameter, as wide as it takes."""
     header = ["parameter", "configuration", "lr scale", "block", "state before", "after"]
     if any("shape" in change.what for change in changes):
         header.insert(1, "shape")

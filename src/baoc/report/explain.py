@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from textwrap import fill
 from typing import Any
 
 from baoc.core.configuration import REFERENCE
 from baoc.core.plan import Block, Plan
-from baoc.core.text import human_bytes, human_count, table
+from baoc.core.text import WIDTH, human_bytes, human_count, shortened, table
+from baoc.planning.risk.measured import TERM
 
+_NAME = 32  # columns
 _MIB, _GIB = 2**20, 2**30
 
 
@@ -47,13 +50,17 @@ def total_risk(plan: Plan) -> float:
     return sum(sum(block.risk.values()) for block in plan.blocks)
 
 
-def explain_plan(plan: Plan) -> str:
-    """The table, how many blocks have which configuration, and the budgets."""
-    return "\n".join((str(plan), "", _configurations(plan), "", *_budgets(plan)))
+def explain_plan(plan: Plan, *, wide: bool = False) -> str:
+    """The table, why blocks have what they have, how many have which configuration, and the budgets.
+
+    ``wide`` has the reasons in the table, and names as long as they are.
+    """
+    reasons = [] if wide else _reasons(plan)
+    return "\n".join((plan.table(wide=wide), "", *reasons, _configurations(plan), "", *_budgets(plan)))
 
 
-def explain_block(block: Block) -> str:
-    """Everything the plan knows about one block."""
+def explain_block(block: Block, *, wide: bool = False) -> str:
+    """Everything the plan knows about one block; ``wide`` has names of tensors as long as they are."""
     reference = block.state_bytes_as(REFERENCE)
     share = f", {block.state_bytes / reference:.1%} of it" if reference else ""
     lr_scale = "not set: 1, or matched when state is inherited" if block.lr_scale is None else f"{block.lr_scale:.4g}"
@@ -62,17 +69,15 @@ def explain_block(block: Block) -> str:
         ["state", f"{human_bytes(block.state_bytes)} ({human_bytes(reference)} under AdamW16{share})"],
         *([["on", "the host: its update is made there"]] if block.host else []),
         ["lr scale", lr_scale],
-        ["risk", f"{sum(block.risk.values()):.4f}" if block.risk else "not known: the plan was made by hand"],
-        *([f"  {term}", f"{value:.4f}"] for term, value in block.risk.items()),
+        *_risks(block),
         *([["why", block.why]] if block.why else []),
     ]
     width = max(len(name) for name, _ in facts)
-    header = ["tensor", "shape", "parameters", "state", "under AdamW16"]
+    header = ["tensor", "shape", "state", "under AdamW16"]
     rows = [
         [
             name,
             " x ".join(map(str, shape)) or "scalar",
-            human_count(_numel(shape)),
             human_bytes(block.configuration.state_bytes(shape)),
             human_bytes(REFERENCE.state_bytes(shape)),
         ]
@@ -80,8 +85,8 @@ def explain_block(block: Block) -> str:
     ]
     count = f"{len(block.parameters)} tensor{'s' if len(block.parameters) != 1 else ''}"
     lines = [f"{block.name}: {count}, {human_count(block.numel)} parameters", ""]
-    lines += [f"{name.ljust(width)}  {text}" for name, text in facts]
-    return "\n".join([*lines, "", table(header, rows, right=header[2:])])
+    lines += [_wrapped(f"{name.ljust(width)}  ", text) for name, text in facts]
+    return "\n".join([*lines, "", table(header, rows, right=header[2:], shorten=None if wide else "tensor")])
 
 
 def plan_content(plan: Plan) -> dict[str, Any]:
@@ -124,6 +129,20 @@ def block_content(block: Block) -> dict[str, Any]:
     }
 
 
+def _wrapped(lead: str, text: str) -> str:
+    """In lines of a terminal, all but the first beginning where the text does."""
+    return fill(text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False)
+
+
+def _reasons(plan: Plan) -> list[str]:
+    """One for each block, and for those together that have the same."""
+    found: dict[str, list[str]] = {}
+    for block in plan.blocks:
+        if block.why:
+            found.setdefault(block.why, []).append(shortened(block.name, _NAME))
+    return [*(_wrapped("  ", f"{', '.join(names)}: {why}") for why, names in found.items()), ""] if found else []
+
+
 def _configurations(plan: Plan) -> str:
     header = ["configuration", "blocks", "parameters", "state"]
     rows = [
@@ -149,6 +168,7 @@ def _budgets(plan: Plan) -> list[str]:
     numbers = {name: float(value) for name, value in plan.settings.items() if isinstance(value, (int, float))}
     if "memory_budget" not in numbers:
         return ["The plan has no budgets: it was made by hand."]
+    is_loss, risk = "expected_loss" in numbers, total_risk(plan)
     allowed, used = numbers["memory_budget"], plan.device_bytes
     lines = [f"memory: {_used(human_bytes(used), human_bytes(allowed), used, allowed)}"]
     if "host_memory_budget" in numbers or plan.host_bytes:
@@ -156,14 +176,16 @@ def _budgets(plan: Plan) -> list[str]:
         lines.append(f"host:   {_used(human_bytes(used), human_bytes(allowed), used, allowed)}")
     if "memory_price" in numbers:
         unit, name = (2**10, "KiB") if allowed < 16 * _MIB else (_MIB, "MiB") if allowed < 16 * _GIB else (_GIB, "GiB")
-        lines.append(f"        {_price(numbers['memory_price'] * unit, f'one more {name}', 'more memory')}")
+        lines.append(_price(numbers["memory_price"] * unit, f"one more {name}", "more memory", is_loss))
     if {"time", "time_budget"} <= set(numbers):
         time, limit = numbers["time"], numbers["time_budget"]
-        ratio = "the blocks' mean update time relative to AdamW16's"
-        lines.append(f"time:   {_used(f'{time:.2f}', f'{limit:.2f}', time, limit + 1e-9)}: {ratio}")
+        ratio = "a training step" if is_loss else "blocks' updates, on average"
+        lines.append(f"time:   {_used(f'{time:.2f}', f'{limit:.2f}', time, limit + 1e-9)}")
+        lines.append(f"        of AdamW16's, for {ratio}")
         if "time_price" in numbers:
-            lines.append(f"        {_price(numbers['time_price'] * 0.01, '0.01 more', 'more time')}")
-    lines.append(f"risk:   {total_risk(plan):.4f}{_proof(numbers, total_risk(plan))}")
+            lines.append(_price(numbers["time_price"] * 0.01, "0.01 more", "more time", is_loss))
+    lead, total = ("loss:   ", f"{risk:+.2f}%") if is_loss else ("risk:   ", f"{risk:.4f}")
+    lines.append(_wrapped(lead, total + _proof(numbers, risk)))
     return lines
 
 
@@ -173,10 +195,11 @@ def _used(used_text: str, allowed_text: str, used: float, allowed: float) -> str
     return f"{used_text} used of {allowed_text} allowed{share}{over}"
 
 
-def _price(per_unit: float, unit: str, more: str) -> str:
+def _price(per_unit: float, unit: str, more: str, is_loss: bool) -> str:
+    what, percent = ("loss", "%") if is_loss else ("risk", "")
     if per_unit <= 0:
-        return f"{more} would not lower the risk"
-    return f"{unit} would lower the risk by about {per_unit:.2g}, on average (it falls in steps)"
+        return f"        {more} would not lower the {what}"
+    return f"        {unit} would lower the {what} by about {per_unit:.2g}{percent}, on average"
 
 
 def _proof(numbers: dict[str, float], risk: float) -> str:
@@ -188,13 +211,16 @@ def _proof(numbers: dict[str, float], risk: float) -> str:
     return ", proven the least within the budgets" if gap <= 1e-9 else f", at most {gap:.2g} above the least possible"
 
 
+def _risks(block: Block) -> list[list[str]]:
+    """What the block risks, and by which terms if there are several."""
+    total = sum(block.risk.values())
+    if not block.risk:
+        return [["risk", "not known: the plan was made by hand"]]
+    if set(block.risk) == {TERM}:
+        return [[TERM, f"{total:+.2f}% expected against AdamW32"]]
+    return [["risk", f"{total:.4f}"], *([f"  {term}", f"{value:.4f}"] for term, value in block.risk.items())]
+
+
 def _with_alias(block: Block) -> str:
     spelled, alias = str(block.configuration), block.configuration.alias
     return spelled if alias == spelled else f"{spelled} ({alias})"
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

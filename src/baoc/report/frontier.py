@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from baoc.core.configuration import parse
 from baoc.core.text import human_bytes, table
 from baoc.planning.planner import Planner
+from baoc.planning.risk import MEASURED
 from baoc.report.explain import total_risk
 
 MOST_MEMORY = 2  # of AdamW16: what AdamW32 takes
@@ -33,6 +34,10 @@ class Frontier:
     points: tuple[Point, ...]
     time_budget: float
     reference_bytes: int
+    is_loss: bool = False  # risk is the expected change of the loss, in percent
+
+    def risk_text(self, point: Point) -> str:
+        return f"{point.risk:+.2f}%" if self.is_loss else f"{point.risk:.3f}"
 
     @property
     def knee(self) -> int | None:
@@ -54,7 +59,7 @@ def frontier(planner: Planner, points: int, time: float | None = None) -> Fronti
         )
         for plan in planner.frontier(budgets, time)
     ]
-    return Frontier(tuple(found), time, planner.reference_bytes)
+    return Frontier(tuple(found), time, planner.reference_bytes, planner.settings.chosen_risk == MEASURED)
 
 
 def spread(least: int, most: int, points: int) -> list[str]:
@@ -96,14 +101,14 @@ def frontier_table(result: Frontier) -> str:
     """One row per budget, with a bar for how much its risk is above the least."""
     risks = [point.risk for point in result.points]
     lowest, span = min(risks, default=0.0), max(risks, default=0.0) - min(risks, default=0.0)
-    header = ["budget", "state", "of AdamW16", "time", "risk", "", "knee"]
+    header = ["budget", "state", "of AdamW16", "time", "loss" if result.is_loss else "risk", "", "knee"]
     rows = [
         [
             human_bytes(point.memory_budget),
             human_bytes(point.state_bytes),
             f"{point.share:.1%}",
             f"{point.time:.2f}",
-            f"{point.risk:.3f}",
+            result.risk_text(point),
             "#" * round(_BAR * (point.risk - lowest) / span) if span > 0 else "",
             "<- knee" if index == result.knee else "",
         ]

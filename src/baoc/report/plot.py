@@ -49,7 +49,7 @@ def _figure(result: Frontier, title: str) -> Any:
         )
     below.axhline(result.time_budget, linestyle="--", linewidth=1, color="gray", label="budget")
     below.legend(loc="best", fontsize="small")
-    above.set_ylabel("risk")
+    above.set_ylabel("expected loss (%)" if result.is_loss else "risk")
     below.set_ylabel("time\n(AdamW16 = 1)")
     below.set_xlabel("optimizer state (% of AdamW16's)")
     below.set_xscale("symlog", linthresh=1.0)

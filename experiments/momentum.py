@@ -23,9 +23,10 @@ from experiments.runs.page import estimate, write_page
 CONFIGURATION = "muon-8 else adamw[m=int8,v=factored]"
 RISES = (0, 10, 20, 40)
 ABOUT = """\
-Momentum of step t is `min(nesterov_momentum, t / (t + momentum_rise))`, and {default:g} is the default. Test loss with
-`{configuration}`, and differences in percent to the same without a rise (momentum of 0.95 from the first step on), mean
-± standard error over seeds, seed by seed; negative is better. The learning rate is the best for AdamW32."""
+Momentum of step t is `min(nesterov_momentum, t / (t + momentum_rise))`, and {default:g} is the default. *Loss without* is
+the test loss with `{configuration}` and a momentum of 0.95 from the first step on, `momentum_rise=0`; the other columns
+are differences to that in percent (less is better), mean ± standard error over seeds, seed by seed. The learning rate
+is the best for AdamW32; a cell without ± is of one seed."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from experiments.runs.page import estimate, write_page
 CONFIGURATION = "muon-8 else adamw[m=int8,v=factored]"
 RISES = (0, 10, 20, 40)
 ABOUT = """\
-Momentum of step t is `min(nesterov_momentum, t / (t + momentum_rise))`, and {default:g} is the default. *Loss without* is
-the test loss with `{configuration}` and a momentum of 0.95 from the first step on, `momentum_rise=0`; the other columns
+Momentum of step t is `min(nesterov_momentum, t / (t + momentum_rise))`, and {default:g} is the default. *Loss without*
+is the test loss with `{configuration}` and a momentum of 0.95 from the first step on, `momentum_rise=0`; other columns
 are differences to that in percent (less is better), mean ± standard error over seeds, seed by seed. The learning rate
 is the best for AdamW32; a cell without ± is of one seed."""
 

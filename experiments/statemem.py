@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import baoc
-from baoc.core.plan import memory_budget
+from baoc.core.budget import memory_budget
 from baoc.core.spec import Shape
 from baoc.core.text import table as text_table
 from baoc.models import MODELS

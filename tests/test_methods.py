@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import baoc
 from baoc import PlanError, state_bytes
-from baoc.core.plan import Plan, memory_budget
+from baoc.core.budget import memory_budget
+from baoc.core.plan import Plan
 from experiments import methods, statemem
 from experiments.methods import Method, MethodError, Settings, by_role, cosmos, galore, rules
 from experiments.methods.base import GRID

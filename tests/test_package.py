@@ -46,6 +46,7 @@ LAYERS = {
         "mechanisms",
         "configuration",
         "plan",
+        "budget",
     ],
     "optim": [
         *("place", "measure", "blocks", "groups", "state", "kernels", "offload", "engine", "guard", "watch"),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from baoc import CATALOG, Block, BlockOptimizer, Configuration, Plan, PlanError, make_plan, parse, state_bytes
+from baoc.core.budget import memory_budget
 from baoc.core.configuration import REFERENCE
-from baoc.core.plan import memory_budget
 from baoc.core.spec import Hyper
 from baoc.planning import cost
 from baoc.planning import risk as risks

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baoc.core.plan import memory_budget
+from baoc.core.budget import memory_budget
 from experiments import methods
 from experiments.runs import EXPERIMENTS, RunOptions, Store, StoreError, run, runner, train_cell
 from experiments.runs.series import Series

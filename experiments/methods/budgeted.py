@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import baoc
-from baoc.core.plan import Block, Plan, PlanError, memory_budget
+from baoc.core.budget import memory_budget
+from baoc.core.plan import Block, Plan, PlanError
 from baoc.planning.partition import structural_units
 from experiments.methods.base import Method, Settings
 from experiments.methods.roles import Part, parts

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from baoc.core.plan import Block, Plan, PlanError, is_per_rank, memory_budget
+from baoc.core.budget import is_per_rank, memory_budget
+from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.sharding import fullest
 from baoc.core.spec import DEFAULT_BETAS, Hyper
 from baoc.optim.optimizer import BlockOptimizer

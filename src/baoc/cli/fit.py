@@ -12,7 +12,8 @@ from typing import Any
 
 from baoc.cli import common, screen, states
 from baoc.cli.fit_text import print_answer
-from baoc.core.plan import PlanError, memory_budget
+from baoc.core.budget import memory_budget
+from baoc.core.plan import PlanError
 from baoc.core.text import WIDTH
 from baoc.fit import PRECISIONS, Answer, Fitter, Measured, Setup
 from baoc.fit.inputs import LENGTH

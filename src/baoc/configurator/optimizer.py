@@ -19,10 +19,11 @@ from baoc.configurator.resumable import Resumable
 from baoc.configurator.resume import Progress
 from baoc.configurator.warmup import Diagnostics, fitting_sampler
 from baoc.configurator.wishes import WARMUP, Wishes, is_count, is_number
+from baoc.core.budget import is_per_rank
 from baoc.core.configuration import Configuration
 from baoc.core.mechanisms import known_settings
 from baoc.core.notice import notice
-from baoc.core.plan import Block, Plan, PlanError, is_per_rank, one_line
+from baoc.core.plan import Block, Plan, PlanError, one_line
 from baoc.core.roles import role_of
 from baoc.core.spec import DEFAULT_BETAS, Hyper, real_shape
 from baoc.core.text import check_names, human_bytes

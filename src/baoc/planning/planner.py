@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from baoc.core.budget import is_per_rank, memory_budget
 from baoc.core.configuration import REFERENCE, Configuration
-from baoc.core.plan import Block, Plan, PlanError, is_per_rank, memory_budget
+from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role
 from baoc.core.text import human_bytes
 from baoc.planning import placement

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from baoc.core.plan import PlanError, memory_budget
+from baoc.core.budget import memory_budget
+from baoc.core.plan import PlanError
 from baoc.core.spec import Reach
 from baoc.optim.kernels import Kernel
 from baoc.optim.kernels.job import Job

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from baoc.configurator import agreement
-from baoc.configurator.promotion import CHECK_EVERY, MANY, promoted
+from baoc.configurator.promotion import MANY, is_due, promoted
 from baoc.configurator.resumable import Resumable
 from baoc.configurator.resume import Progress
 from baoc.configurator.warmup import Diagnostics, fitting_sampler
@@ -92,9 +92,9 @@ class BAOC(Resumable):
             until then training goes on with the plan it has.
         kernel, on_nonfinite, offload_bucket: as in :class:`BlockOptimizer`. A step that is skipped is none of the
             warm-up.
-        promote: every 100 steps, give wider codes to a block half of whose int8 or int4 groups are strained, if the
-            budget has room and a plan may choose them: ``int4`` becomes ``int8``, and that ``bf16``. The next plan that
-            is made starts anew. With ``forbid``, nothing is promoted.
+        promote: after 1, 10 and every 100 steps of a plan, give wider codes to a block half of whose int8 or int4
+            groups are strained, if the budget has room: ``int4`` becomes ``int8``, and that ``bf16``. The next plan
+            that is made starts anew. With ``forbid``, or ``candidates`` that have no such codes, nothing is promoted.
         quiet: say nothing on stderr when the warm-up begins and when the plan is made. Where logging is set up, or with
             ``BAOC_QUIET=1`` in the environment, nothing is said there either way.
         process_group: the ranks that train the same model, by default all; the first of them plans for all.
@@ -139,7 +139,7 @@ class BAOC(Resumable):
         kernel: str = "auto",
         on_nonfinite: str = "step",
         offload_bucket: int | str = BUCKET_BYTES,
-        promote: bool = False,
+        promote: bool = True,
         quiet: bool = False,
         process_group: agreement.Group = None,
         **settings: Any,
@@ -390,7 +390,7 @@ class BAOC(Resumable):
         strained = agreement.from_first(strained_shares(self.members(), self.state), self._group)
         if settings.forbid or max(strained.values(), default=0.0) < MANY:
             return
-        plan, told = promoted(self.plan, strained, settings.chosen_candidates, self._fits)
+        plan, told = promoted(self.plan, strained, settings.named_candidates, self._fits)
         if told:
             self._adopt(plan, inherit=True)
             self._promotions += len(told)
@@ -431,7 +431,7 @@ class BAOC(Resumable):
         if self._is_due():
             self._progress = dataclasses.replace(self._progress, since_plan=0)
             self._plan_now()
-        elif self._promotes and self._progress.since_plan and self._progress.since_plan % CHECK_EVERY == 0:
+        elif self._promotes and is_due(self._progress.of_plan):
             self._promote()
 
     def _is_due(self) -> bool:

@@ -8,9 +8,19 @@ from collections.abc import Callable, Container, Mapping
 from baoc.core.configuration import Configuration
 from baoc.core.plan import Plan
 
+EARLY = (1, 10)  # steps
 CHECK_EVERY = 100  # steps
 MANY = 0.5  # of a block's groups
 _WIDER = {"int4": "int8", "int8": "bf16"}
+
+
+def is_due(steps: int) -> bool:
+    """Whether to look after so many steps of a plan: strain shows in the first, and weights that it has spoilt stay so.
+
+    >>> [steps for steps in range(301) if is_due(steps)]
+    [1, 10, 100, 200, 300]
+    """
+    return steps in EARLY or (steps > 0 and steps % CHECK_EVERY == 0)
 
 
 def wider(configuration: Configuration) -> Configuration | None:
@@ -29,19 +39,20 @@ def wider(configuration: Configuration) -> Configuration | None:
 def promoted(
     plan: Plan,
     strained: Mapping[str, float],
-    candidates: Container[Configuration],
+    candidates: Container[Configuration] | None,
     fits: Callable[[Plan], bool],
 ) -> tuple[Plan, list[str]]:
     """A plan in which blocks with many strained groups have wider codes, the most strained first, and what became of
     which, in words.
 
-    ``strained`` are shares by block, ``candidates`` what a plan may choose; ``fits`` knows the budgets.
+    ``strained`` are shares by block, ``candidates`` what blocks may have, ``None`` if nobody has said: more of the same
+    codes is no new risk, measured or not. ``fits`` knows the budgets.
     """
     told = []
     for name in sorted((name for name in strained if strained[name] >= MANY), key=lambda name: -strained[name]):
         block = next(block for block in plan.blocks if block.name == name)
         configuration = wider(block.configuration)
-        if configuration is None or configuration not in candidates:
+        if configuration is None or (candidates is not None and configuration not in candidates):
             continue
         why = f"promoted from {block.configuration.alias}: {strained[name]:.0%} of its groups were strained"
         safer = dataclasses.replace(block, configuration=configuration, why=why)

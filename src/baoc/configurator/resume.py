@@ -49,6 +49,11 @@ class Progress:
         """Without the last step, which was none."""
         return replace(self, steps=self.steps - 1, since_plan=None if self.since_plan is None else self.since_plan - 1)
 
+    @property
+    def of_plan(self) -> int:
+        """Steps since the plan was made, or those of the warm-up, which has a plan of its own."""
+        return self.steps if self.since_plan is None else self.since_plan
+
 
 @dataclass(frozen=True)
 class Run:

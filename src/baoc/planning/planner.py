@@ -249,7 +249,8 @@ class Planner(Choices):
         larger, slower = memory[best] > memory[chosen], time[best] > time[chosen]
         price = f"{more} more" if larger else "more time" if slower else "what other blocks need more"
         less = costs[chosen] - costs[best]
-        what = f"would end {less:.2g}% lower" if is_loss else f"risks {less:.3f} less"
+        by = f"{less:.2f}%" if less >= 0.005 else "less than 0.01%"
+        what = f"would end {by} lower" if is_loss else f"risks {less:.3f} less"
         return f"{self.candidates[best].alias} {what} but needs {price}"
 
     def _infeasible(self, error: Infeasible, memory: object, budget: int, time: float, taken: int = 0) -> PlanError:

@@ -89,9 +89,14 @@ class Settings:
         return self.granularity or self.defaults.granularity
 
     @property
+    def named_candidates(self) -> tuple[Configuration, ...] | None:
+        """What the user or the space has named; ``None`` if evidence is to say."""
+        return cast(tuple[Configuration, ...] | None, self.candidates) or self.defaults.candidates
+
+    @property
     def chosen_candidates(self) -> tuple[Configuration, ...]:
-        given = cast(tuple[Configuration, ...] | None, self.candidates) or self.defaults.candidates
-        return risks.Table.load(self.table).candidates if given is None else given
+        named = self.named_candidates
+        return risks.Table.load(self.table).candidates if named is None else named
 
     def risk_settings(self, hyper: Hyper, regime: str) -> risks.Settings:
         return risks.Settings(self.anchors, self.weights or {}, self.gamma, hyper.weight_decay, regime, self.table)

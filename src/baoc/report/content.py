@@ -124,6 +124,7 @@ def _plan(
             "loss": sum(block.risk.values()) if block.risk else None,
             "numel": block.numel,
             "lr_scale": block.lr_scale,
+            "host": block.host,
         }
         for block in plan.blocks
     ]

@@ -158,6 +158,7 @@ function describe(plan, index) {
     [isLoss ? "expected loss" : "risk", block.loss === null ? "not known" : lossText((block.loss * tensor.numel) / Math.max(1, block.numel))],
     ["block", `${block.name}${block.loss === null ? "" : `, ${lossText(block.loss)}`}`],
   ];
+  if (block.host) rows.push(["lies in", "host memory"]);
   if (block.lr_scale !== null && block.lr_scale !== 1) rows.push(["learning rate", `× ${block.lr_scale.toPrecision(3)}`]);
   const parts = [
     element("h2", {}, tensor.name),

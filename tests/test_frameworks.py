@@ -186,7 +186,9 @@ def test_what_accelerate_prepared_is_seen_through(tmp_path):
     needs("accelerate")
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.state import GradientState
 
+    GradientState._reset_state()  # it is shared, and cannot be pickled while it knows of a loader of another test
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(50)))
     model, wrapper = accelerator.prepare(model, BAOC(model, memory=0.5, warmup=1))

@@ -66,11 +66,11 @@ def run(
         code = args.run(args)
         sys.stdout.flush()
         return code or 0
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except errors as error:
         screen.complain(f"{parser.prog}:", " ".join(_text(error).split()))
         return 2
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
     return 0

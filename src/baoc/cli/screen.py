@@ -47,7 +47,11 @@ def console(stream: TextIO) -> Console:
     from rich.console import Console
     from rich.theme import Theme
 
-    return Console(file=stream, highlight=False, soft_wrap=True, theme=Theme(_STYLES))
+    class Ours(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich would end the process with an error; a reader that has seen enough is none
+
+    return Ours(file=stream, highlight=False, soft_wrap=True, theme=Theme(_STYLES))
 
 
 def show(text: str) -> None:

@@ -416,9 +416,10 @@ class BAOC(Resumable):
             self._tokens.restart()
 
     def _may_learn_late(self) -> bool:
-        """Samples, tokens and plans are of real steps: while one is to come, each is judged first."""
+        """Samples, tokens, plans and promotions are of real steps: where one is to come, each is judged first."""
         has_plan = self._progress.since_plan is not None and not self._progress.failed
-        return has_plan and self._wishes.replan_every is None and not self._promotes and self._tokens is None
+        looks = self._promotes and is_due(self._progress.of_plan + 1)
+        return has_plan and self._wishes.replan_every is None and not looks and self._tokens is None
 
     def _after_late_skip(self) -> None:
         self._progress = self._progress.taken_back()

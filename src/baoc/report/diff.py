@@ -14,6 +14,7 @@ from baoc.core.spec import Shape
 from baoc.core.text import WIDTH, human_bytes, shortened, table
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$")
+_NAME_WIDTH = 32  # of a block: two of them fit a line
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _became(change: Change) -> tuple[str, ...]:
         return (f"{'added' if before is None else 'removed'}: {parse(side.configuration).alias}",)
     parts = [" -> ".join(dict.fromkeys(parse(side.configuration).alias for side in (before, after)))]
     for column in ("lr scale", "shape", *(["block"] if change.what == ("block",) else [])):
-        was, became = _text(before, column), _text(after, column)
+        was, became = (shortened(_text(side, column), _NAME_WIDTH) for side in (before, after))
         parts += [f"{column} {was} -> {became}"] if was != became else []
     return tuple(parts)
 

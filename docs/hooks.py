@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-WHOLE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+WHOLE = {"contributing.md": "CONTRIBUTING.md", "releasing.md": "RELEASING.md", "changelog.md": "CHANGELOG.md"}
 """Pages that are files of the repository."""
 _PART = re.compile(r"^<!-- from (\S+): (\S+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?P<lead>\]\(|<img[^>]* src=\")(?P<target>[^\s()\"#:]+)(?P<end>[)#\"])")

@@ -161,7 +161,7 @@ def site(tmp_path_factory) -> Path:
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert built.returncode == 0, built.stderr[-4000:]
     return folder

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from experiments import ablation, frontier, methods, workloads
+from experiments import ablation, frontier, methods, momentum, workloads
 from experiments.ablation import catalog as swaps
 from experiments.ablation.effects import Effects
 from experiments.commands import main
@@ -239,3 +239,20 @@ def test_a_workload_that_an_experiment_does_not_have(command: str, capsys: pytes
     with pytest.raises(SystemExit):
         main([command, "--workload", "gpt2/alpaca"])
     assert "gpt-small/alpaca-gsm8k" in capsys.readouterr().err
+
+
+# -- how fast momentum rises
+
+
+def test_rises_are_compared_with_none_seed_by_seed(tiny: str, tmp_path: Path) -> None:
+    settings = [momentum.Setting(tiny, 2)]
+    with Store(tmp_path / "momentum").writing("momentum") as store:
+        run_all(momentum.jobs(settings, 2, RunOptions()), store)
+        assert len(store.rows) == 2 * len(momentum.RISES)
+        told = momentum.page(settings, store, 3, "some command").splitlines()
+    losses = {(row["method"], row["seed"]): row["test_loss"] for row in store.rows}
+    without, rising = (
+        [losses[settings[0].cell(rise, seed).method, seed] for seed in range(2)] for rise in momentum.RISES[:2]
+    )
+    mean = sum(100 * (ours / other - 1) for ours, other in zip(rising, without)) / 2
+    assert f"| {mean:+.2f}" in told[-1], "two of three seeds are there"

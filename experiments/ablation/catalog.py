@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from baoc.planning import rates
+from experiments.methods.by_role import REST
 from experiments.runs import Cell, RunOptions
 from experiments.runs.batch import Job
 from experiments.runs.summary import REFERENCE
@@ -59,13 +61,29 @@ class Setting:
         return Cell(self.workload, method, seed, self.lr_factor, self.steps)
 
 
-def base_of(place: str) -> str:
-    """The method that a swap is compared with.
+def swap(setting: Setting, place: str, configuration: str) -> str:
+    """The method that gives a role or a block a configuration, at the learning rate that a plan would give it.
 
-    >>> base_of("embedding"), base_of("hidden=muon-8; embedding")
-    ('adamw32', 'hidden=muon-8')
+    >>> swap(SETTINGS[0], "hidden=muon-8; embedding", "colnorm")
+    'hidden=muon-8; embedding=colnorm x4'
     """
+    return f"{place}={configuration}{_factor(setting, place)}"
+
+
+def base_of(setting: Setting, place: str) -> str:
+    """The method that a swap is compared with: AdamW32, at the same learning rate.
+
+    >>> base_of(SETTINGS[0], "embedding"), base_of(SETTINGS[1], "hidden=muon-8; embedding")
+    ('embedding=adamw-32 x4', 'hidden=muon-8')
+    """
+    if _factor(setting, place):
+        return swap(setting, place, REST)
     return place.rpartition(";")[0] or REFERENCE
+
+
+def _factor(setting: Setting, place: str) -> str:
+    is_table = setting.regime == "scratch" and place.rpartition("; ")[2] == "embedding"
+    return f" x{rates.TABLE:g}" if is_table else ""
 
 
 def _blocks(template: str, *chosen: tuple[int, str]) -> tuple[str, ...]:
@@ -112,8 +130,8 @@ SETTINGS = (
 def role_jobs(settings: Sequence[Setting], seed: int, options: RunOptions, *, is_first: bool) -> Iterator[Job]:
     """Swaps of whole roles, the most telling or the others, and what they are compared with."""
     for setting in settings:
-        swaps = [f"{role}={name}" for role in setting.roles for name in _part(role, is_first)]
-        bases = [base_of(role) for role in setting.roles]
+        swaps = [swap(setting, role, name) for role in setting.roles for name in _part(role, is_first)]
+        bases = [base_of(setting, role) for role in setting.roles]
         yield from (_job(setting, method, seed, options) for method in (REFERENCE, *bases, *swaps))
 
 

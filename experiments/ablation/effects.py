@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baoc import parse
-from experiments.ablation.catalog import CONFIGURATIONS, Setting, base_of
+from experiments.ablation.catalog import CONFIGURATIONS, Setting, base_of, swap
 from experiments.methods.by_role import REST
 from experiments.runs import Row
 from experiments.runs.summary import REFERENCE
@@ -58,7 +58,7 @@ class Effects:
 
     def of(self, setting: Setting, place: str, configuration: str) -> Effect | None:
         """The effect of a swap of a role or of a block; None if no seed has it."""
-        rows, bases = self._of(setting, f"{place}={configuration}"), self._of(setting, base_of(place))
+        rows, bases = self._of(setting, swap(setting, place, configuration)), self._of(setting, base_of(setting, place))
         pairs = {seed: (row, bases[seed]) for seed, row in rows.items() if seed in bases}
         if not pairs:
             return None

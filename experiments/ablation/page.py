@@ -6,6 +6,7 @@ import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 
+from baoc.planning import rates
 from experiments.ablation.catalog import CONFIGURATIONS, OF_BLOCKS, Setting
 from experiments.ablation.effects import Effect, Effects
 from experiments.ablation.metrics import Values
@@ -19,7 +20,8 @@ all the rest keeps AdamW32. Numbers are differences of the test loss to AdamW32'
 standard error of the differences seed by seed, and the number of seeds: runs of one seed begin with the same weights
 and see the same batches. All run at the learning rate that is best for AdamW32. Vectors, and embeddings and heads of
 fewer than 4,096 elements, keep AdamW32 always. Adafactor's lr is scaled by 0.2 over the RMS of the weights, which
-makes its first updates as long as AdamW's usually are; nothing else is scaled."""
+makes its first updates as long as AdamW's usually are. Where training is from scratch, embeddings have {table:g} times
+the learning rate, as in a plan ([rates](rates.md)), and so have those that they are compared with."""
 
 ABOUT_METRICS = """\
 One hidden matrix at a time is swapped. Metrics are of that matrix, after a warm-up with AdamW32 of a tenth of the run,
@@ -34,7 +36,8 @@ Measured = Mapping[str, Mapping[str, Values]]
 
 
 def text(settings: Sequence[Setting], effects: Effects, measured: Measured, command: Sequence[str]) -> str:
-    parts = ["# One thing swapped at a time", "", ABOUT, "", f"Made by `{shlex.join(command)}`.", ""]
+    about = ABOUT.format(table=rates.TABLE)
+    parts = ["# One thing swapped at a time", "", about, "", f"Made by `{shlex.join(command)}`.", ""]
     parts += _settings_part(settings, effects)
     for role in CONFIGURATIONS:
         parts += _role_part(role, [setting for setting in settings if role in setting.roles], effects)

@@ -1,13 +1,14 @@
 """Configurations of ours by role or by parameter, and 32-bit AdamW for all that is not named.
 
 A method's name says it all: ``hidden=muon-8; embedding=colnorm``, or ``transformer.h.3.mlp.c_fc.weight=spectral``.
+A last word like ``x2`` is of the learning rate: ``embedding=adamw-8 x2``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -27,8 +28,22 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "hidden": frozenset({Role.MATRIX, Role.STACK, Role.CONVOLUTION}),
     "embedding": frozenset({Role.EMBEDDING}),
     "head": frozenset({Role.HEAD}),
+    "vector": frozenset({Role.VECTOR}),
 }
 _ASSIGNMENT = re.compile(r"\s*([\w.]+)\s*=")  # of a configuration; its own `=` are in brackets
+_FACTOR = re.compile(r"\s+x([\d.]+)\s*$")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a place gets."""
+
+    configuration: Configuration
+    lr_factor: float = 1.0
+
+    @property
+    def label(self) -> str:
+        return self.configuration.alias + (f" x{self.lr_factor:g}" if self.lr_factor != 1 else "")
 
 
 def is_by_role(name: str) -> bool:
@@ -52,28 +67,34 @@ def by_role(spelling: str) -> Method:
         plan = plan_of(model, chosen)
         return baoc.BlockOptimizer(model, lr=lr, betas=settings.betas, weight_decay=settings.weight_decay, plan=plan)
 
-    label = "; ".join(f"{place}={configuration.alias}" for place, configuration in chosen.items())
+    label = "; ".join(f"{place}={choice.label}" for place, choice in chosen.items())
     return Method(spelling, label, build, note=f"baoc; {REST} for all that is not named")
 
 
-def parse(spelling: str) -> dict[str, Configuration]:
-    """Configurations by role or parameter."""
-    found: dict[str, Configuration] = {}
+def parse(spelling: str) -> dict[str, Choice]:
+    """Choices by role or parameter.
+
+    >>> parse("embedding=adamw-8 x2")["embedding"].lr_factor
+    2.0
+    """
+    found: dict[str, Choice] = {}
     for text in spelling.split(";"):
         match = _ASSIGNMENT.match(text)
         if match is None:
             raise MethodError(f"cannot read {text.strip()!r} of {spelling!r}. Write it like 'hidden=muon-8'.")
         if match[1] in found:
             raise MethodError(f"{spelling!r} says twice what {match[1]!r} gets.")
-        found[match[1]] = baoc.parse(text[match.end() :])
+        factor = _FACTOR.search(text)
+        configuration = baoc.parse(text[match.end() : factor.start() if factor else None])
+        found[match[1]] = Choice(configuration, float(factor[1]) if factor else 1.0)
     return found
 
 
-def plan_of(model: nn.Module, chosen: Mapping[str, Configuration]) -> Plan:
+def plan_of(model: nn.Module, chosen: Mapping[str, Choice]) -> Plan:
     """One block for each role or parameter that is named, and one for the rest.
 
     >>> model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
-    >>> plan = plan_of(model, {"hidden": baoc.parse("spectral"), "embedding": baoc.parse("colnorm")})
+    >>> plan = plan_of(model, parse("hidden=spectral; embedding=colnorm"))
     >>> {block.name: (block.configuration.alias, list(block.parameters)) for block in plan.blocks}["hidden"]
     ('spectral', ['1.weight'])
     """
@@ -82,20 +103,22 @@ def plan_of(model: nn.Module, chosen: Mapping[str, Configuration]) -> Plan:
     unknown = [place for place in chosen if place not in ROLES and place not in params]
     if unknown:
         raise MethodError(f"{unknown[0]!r} is neither a parameter of this model nor one of {', '.join(ROLES)}.")
-    rest = baoc.parse(REST)
-    blocks: dict[tuple[str, Configuration], dict[str, Shape]] = {}
+    rest = Choice(baoc.parse(REST))
+    blocks: dict[tuple[str, Choice], dict[str, Shape]] = {}
     for name, param in params.items():
         shape = tuple(param.shape)
         place = name if name in chosen else _place(roles[name], param.numel())
+        choice = chosen.get(place, rest)
         # not all that a role has suits every mechanism
-        configuration = chosen[place].suited(shape, roles[name]) if place in chosen else rest
-        place = "rest" if configuration == rest else place
-        blocks.setdefault((place, configuration), {})[name] = shape
-    made = []
-    for (place, configuration), shapes in blocks.items():
+        choice = replace(choice, configuration=choice.configuration.suited(shape, roles[name]))
+        place = "rest" if choice == rest else place
+        blocks.setdefault((place, choice), {})[name] = shape
+    made: list[Block] = []
+    for (place, choice), shapes in blocks.items():
         is_second = any(other.name == place for other in made)
-        block = Block(f"{place}, {configuration.alias}" if is_second else place, configuration, shapes)
-        made.append(replace(block, lr_scale=lr_scale(block, [params[name] for name in shapes])))
+        block = Block(f"{place}, {choice.label}" if is_second else place, choice.configuration, shapes)
+        scale = choice.lr_factor * lr_scale(block, [params[name] for name in shapes])
+        made.append(replace(block, lr_scale=scale))
     return Plan(tuple(made))
 
 

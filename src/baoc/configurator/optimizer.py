@@ -32,6 +32,7 @@ from baoc.optim.groups import Group, Member
 from baoc.optim.offload import BUCKET_BYTES
 from baoc.optim.rehearsal import REHEARSERS, is_called_by
 from baoc.optim.watch import strained_shares
+from baoc.planning import rates
 from baoc.planning import risk as risks
 from baoc.planning.planner import DEFAULT_MEMORY, Planner
 from baoc.planning.settings import Settings
@@ -157,6 +158,10 @@ class BAOC(Resumable):
         common: dict[str, Any] = {"maximize": maximize, "kernel": kernel, "on_nonfinite": on_nonfinite}
         common |= {"offload_bucket": offload_bucket}
         super().__init__(params, lr, betas, eps, weight_decay, **common, **own)
+        if asked.settings.lr_match is None and len({float(group["lr"]) for group in self.param_groups}) > 1:
+            # whoever gives groups learning rates of their own has thought about roles
+            asked = asked.changed("BAOC", {}, {"lr_match": rates.BY_LENGTH})
+            self._asked = self._wishes = asked
         self._facts = Facts.of(params if isinstance(params, nn.Module) else self._params())
         self._module = self._tokens = None
         if isinstance(params, nn.Module) and asked.settings.tokens is None:

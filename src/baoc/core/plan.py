@@ -319,12 +319,12 @@ class Plan:
         columns: dict[str, Callable[[Block], object]] = {
             "block": lambda block: block.name,
             "tensors": lambda block: len(block.parameters),
-            "parameters": lambda block: human_count(block.numel),
+            "params": lambda block: human_count(block.numel),
             "configuration": lambda block: str(block.configuration) if wide else block.configuration.alias,
             "state": lambda block: human_bytes(block.state_bytes) + mark[block.host],
         }
-        if wide or not is_expectation:
-            columns["lr scale"] = lambda block: "-" if block.lr_scale is None else f"{block.lr_scale:.3g}"
+        if wide or not is_expectation or any(block.lr_scale not in (None, 1.0) for block in self.blocks):
+            columns["lr"] = lambda block: "-" if block.lr_scale is None else f"x{block.lr_scale:.3g}"
         if any(block.risk for block in self.blocks):
             of_risk = _loss_text if is_expectation else _risk_text if wide else _risk_total
             columns["loss" if is_expectation else "risk"] = lambda block: of_risk(block.risk)

@@ -18,7 +18,7 @@ from baoc.core.mechanisms.normalised import Normalised
 from baoc.core.plan import PlanError
 from baoc.core.roles import Role, canonical_name
 from baoc.core.spec import SMALL_NUMEL, Hyper, Shape
-from baoc.planning import cost, partition, patterns
+from baoc.planning import cost, partition, patterns, rates
 from baoc.planning import risk as risks
 from baoc.planning.metrics import Metrics
 from baoc.planning.partition.units import unique
@@ -67,6 +67,7 @@ class Choices:
         self.tokens = self.settings.tokens or self.facts.tokens or TOKENS
         self.candidates = self.settings.chosen_candidates
         self._roles = {name: _planned_role(self.facts.role(name, shape), shape) for name, shape in self._shapes.items()}
+        self._lr_factors = self._rates()
         self._elements = risks.elements((self._roles[name], math.prod(shape)) for name, shape in self._shapes.items())
         self.names, self.blocks = self._partition()
         self.metrics: list[risks.BlockMetrics] = [self._measured(block) for block in self.blocks]
@@ -158,12 +159,21 @@ class Choices:
         return [list(run) for _, run in itertools.groupby(group, rule)]
 
     def _by_role(self) -> tuple[list[str], list[dict[str, Shape]]]:
-        """Every matrix for itself, so that any budget can be spent, and all vectors together."""
-        vectors = {name: shape for name, shape in self._shapes.items() if self._roles[name] is Role.VECTOR}
-        others = {name: shape for name, shape in self._shapes.items() if name not in vectors}
+        """Every matrix for itself, so that any budget can be spent, and all vectors of one learning rate together."""
+        others = {name: shape for name, shape in self._shapes.items() if self._roles[name] is not Role.VECTOR}
+        vectors: dict[float, dict[str, Shape]] = {}
+        for name, shape in self._shapes.items():
+            if name not in others:
+                vectors.setdefault(self._lr_factors[name], {})[name] = shape
         self._resolve_patterns({name: (name, PLURAL[self._roles[name]]) for name in self._shapes})
-        blocks = [*({name: shape} for name, shape in others.items()), *([vectors] if vectors else [])]
-        return unique([*others, *([PLURAL[Role.VECTOR]] if vectors else [])]), blocks
+        blocks = [*({name: shape} for name, shape in others.items()), *vectors.values()]
+        return unique([*others, *(PLURAL[Role.VECTOR] for _ in vectors)]), blocks
+
+    def _rates(self) -> dict[str, float]:
+        """By parameter, what its role makes of the learning rate."""
+        if self.settings.chosen_lr_match != rates.BY_ROLE:
+            return dict.fromkeys(self._shapes, 1.0)
+        return {n: rates.lr_factor(self.facts.role(n, shape), shape, self.regime) for n, shape in self._shapes.items()}
 
     def _times(self) -> NDArray[np.float64]:
         if self.settings.defaults.time_is_of == "update":

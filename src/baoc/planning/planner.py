@@ -16,7 +16,7 @@ from baoc.core.configuration import REFERENCE, Configuration
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role
 from baoc.core.text import human_bytes
-from baoc.planning import placement
+from baoc.planning import placement, rates
 from baoc.planning import risk as risks
 from baoc.planning.choices import PLURAL, Choices, is_as_long_as_adamw
 from baoc.planning.metrics import Metrics
@@ -176,13 +176,14 @@ class Planner(Choices):
         return Plan(tuple(blocks), settings)
 
     def _alike(self, chosen: Sequence[int]) -> dict[str, list[int]]:
-        """Blocks of one role with one choice, under a name for them all: a person reads a few lines, not hundreds."""
-        groups: dict[tuple[Role, int], list[int]] = {}
+        """Blocks of one role, rate and choice under a name for them all: a person reads a few lines, not hundreds."""
+        groups: dict[tuple[Role, float, int], list[int]] = {}
         for index, (block, choice) in enumerate(zip(self.blocks, chosen)):
-            groups.setdefault((self._roles[next(iter(block))], choice), []).append(index)
-        choices, numbers = Counter(role for role, _ in groups), Counter[Role]()
+            first = next(iter(block))
+            groups.setdefault((self._roles[first], self._lr_factors[first], choice), []).append(index)
+        choices, numbers = Counter(role for role, *_ in groups), Counter[Role]()
         named: dict[str, list[int]] = {}
-        for (role, _), members in groups.items():
+        for (role, *_), members in groups.items():
             numbers[role] += 1
             named[f"{PLURAL[role]}/{numbers[role]}" if choices[role] > 1 else PLURAL[role]] = members
         return named
@@ -197,7 +198,7 @@ class Planner(Choices):
             name,
             configuration,
             {parameter: shape for member in members for parameter, shape in self.blocks[member].items()},
-            self._lr_scale(self.metrics[members[0]], configuration),
+            self._lr_factor(members) * self._lr_scale(self.metrics[members[0]], configuration),
             {term: round(value, 6) for term, value in risk.items()},
             self._why(members, choice),
         )
@@ -221,11 +222,16 @@ class Planner(Choices):
             "expected_from_runs": sum(effect.runs for effect in found.values()),
         }
 
+    def _lr_factor(self, members: Sequence[int]) -> float:
+        """That of the roles of some blocks' parameters; where these differ, as when whole layers are blocks, none."""
+        factors = {self._lr_factors[name] for member in members for name in self.blocks[member]}
+        return factors.pop() if len(factors) == 1 else 1.0
+
     def _lr_scale(self, metrics: risks.BlockMetrics, configuration: Configuration) -> float:
         """Ratio of the reference's update RMS to this configuration's on the sampled gradients."""
         if (
             is_as_long_as_adamw(configuration)
-            or self.settings.lr_match == "none"
+            or self.settings.chosen_lr_match == rates.AS_GIVEN
             or not isinstance(metrics, Metrics)
             or not metrics.has_signal
         ):

@@ -9,7 +9,7 @@ from typing import Any, cast
 from baoc.core.configuration import Configuration, parse
 from baoc.core.spec import Hyper
 from baoc.core.text import check_names
-from baoc.planning import partition
+from baoc.planning import partition, rates
 from baoc.planning import risk as risks
 from baoc.planning.patterns import Patterns
 from baoc.planning.space import DEFAULT_SPACE, PER_ROLE, REFINED, SPACES, Space
@@ -47,11 +47,12 @@ class Settings:
     forbid: Patterns = ()
     prefer: Patterns = ()
     preference: float = _PREFERENCE
-    lr_match: str = "rms"
+    lr_match: str | None = None
+    """How long a block's updates are: ``"role"``, ``"rms"`` or ``"none"``, see :data:`~baoc.planning.rates.MATCHES`."""
 
     def __post_init__(self) -> None:
-        if self.lr_match not in ("rms", "none"):
-            raise ValueError(f"unknown lr_match {self.lr_match!r}. Choose 'rms' or 'none' (the paper's).")
+        if self.lr_match is not None:
+            _check_known("lr_match", self.lr_match, rates.MATCHES)
         _check_known("space", self.space, SPACES)
         _check_known("regime", self.regime, (AUTO, *risks.REGIMES))
         if self.granularity is not None:
@@ -87,6 +88,10 @@ class Settings:
     @property
     def chosen_granularity(self) -> str:
         return self.granularity or self.defaults.granularity
+
+    @property
+    def chosen_lr_match(self) -> str:
+        return self.lr_match or self.defaults.lr_match
 
     @property
     def named_candidates(self) -> tuple[Configuration, ...] | None:

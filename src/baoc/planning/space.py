@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baoc.core.configuration import Configuration, parse
+from baoc.planning import rates
 from baoc.planning import risk as risks
 
 PER_ROLE = "role"
@@ -30,11 +31,12 @@ class Space:
     time: float
     """The default time budget, in the space's own definition."""
     time_is_of: Literal["update", "step"]
+    lr_match: str
     candidates: tuple[Configuration, ...] | None = None  # None: what the table of effects knows
 
 
 SPACES = {
-    "measured": Space(risks.MEASURED, PER_ROLE, time=2.0, time_is_of="step"),
-    "paper": Space("paper", REFINED, time=1.3, time_is_of="update", candidates=PAPER),
+    "measured": Space(risks.MEASURED, PER_ROLE, time=2.0, time_is_of="step", lr_match=rates.BY_ROLE),
+    "paper": Space("paper", REFINED, time=1.3, time_is_of="update", lr_match=rates.BY_LENGTH, candidates=PAPER),
 }
 DEFAULT_SPACE = "measured"

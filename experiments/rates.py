@@ -1,0 +1,144 @@
+"""How fast embeddings, heads and vectors should learn beside hidden matrices: the factors of ``baoc.planning.rates``.
+
+    python -m experiments.rates --data DIR --jobs 2 --output docs/results/rates
+
+What is finished is kept in OUTPUT/runs.jsonl and not repeated; the page is OUTPUT.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from baoc.planning import rates
+from experiments import workloads
+from experiments.runs import Cell, Row, RunOptions, Store, markdown
+from experiments.runs.batch import Job, run_all
+from experiments.runs.page import estimate, write_page
+
+ROLES = ("embedding", "head", "vector")
+EDGES = {"muon-8": "adamw[m=int8,v=factored]", "spectral": "colnorm", "adamw-8": "adamw-8"}
+"""What embeddings and heads have, by what hidden weights have: a usual plan, the cheapest, and one without Muon."""
+FACTORS = (
+    *({"embedding": factor} for factor in (2.0, 4.0)),
+    *({role: 2.0} for role in ROLES[1:]),
+    {"embedding": rates.TABLE, "vector": rates.VECTOR},
+)
+"""Of the learning rate, by role; one where a role is not named."""
+ABOUT = """\
+The learning rate of one role of parameters times a factor; all others, and all of the first column, have the rate that
+is best for AdamW32. Numbers are differences of the test loss to the first column's in percent (less is better), mean ±
+standard error over seeds, seed by seed; without ±, one seed. By default, plans for training from scratch have
+x{table:g} for embeddings that are tables of at least twice as many rows as columns and x{vector:g} for vectors."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    workload: str
+    steps: int
+    roles: tuple[str, ...] = ("embedding", "vector")
+    """Of those above, the ones that it has."""
+    lr_factor: float = 1.0
+    batch_size: int | None = None
+    hidden: tuple[str, ...] = ("muon-8",)
+
+    def cell(self, hidden: str, factors: dict[str, float], seed: int) -> Cell:
+        return Cell(self.workload, method(hidden, factors), seed, self.lr_factor, self.steps)
+
+    @property
+    def variants(self) -> Iterator[dict[str, float]]:
+        """Factors of the roles that it has; the first are none."""
+        yield {}
+        yield from (factors for factors in FACTORS if set(factors) <= set(self.roles))
+
+
+SETTINGS = (
+    Setting("gpt-small/alpaca", 250, hidden=tuple(EDGES)),
+    Setting("llama-small/gsm8k", 250, hidden=tuple(EDGES)),
+    Setting("t5-small/gsm8k", 150, ROLES, lr_factor=2.0, hidden=("muon-8", "spectral")),
+    Setting("vit-small/cifar10", 300),
+    Setting("unet-small/cifar10", 80, ROLES, lr_factor=2.0, batch_size=4),
+    Setting("gpt-small/alpaca-gsm8k", 120),
+    Setting("vit-small/cifar10-classes", 200, lr_factor=0.5),
+    Setting("gpt-small/alpaca", 1000),
+)
+"""Those of the frontier, and a longer one."""
+
+
+def method(hidden: str, factors: dict[str, float]) -> str:
+    """By role, with all that is not a factor the same.
+
+    >>> method("spectral", {"vector": 2.0})
+    'hidden=spectral; embedding=colnorm; head=colnorm; vector=adamw-32 x2'
+    """
+    chosen = {"embedding": EDGES[hidden], "head": EDGES[hidden], "vector": "adamw-32"}
+    scaled = [f"{role}={name}{f' x{factors[role]:g}' if role in factors else ''}" for role, name in chosen.items()]
+    return "; ".join([f"hidden={hidden}", *scaled])
+
+
+def jobs(settings: Sequence[Setting], seeds: int, options: RunOptions) -> list[Job]:
+    """Seed by seed."""
+    return [
+        Job(
+            setting.cell(hidden, factors, seed),
+            replace(options, workload=replace(options.workload, batch_size=setting.batch_size)),
+        )
+        for seed in range(seeds)
+        for setting in settings
+        for hidden in setting.hidden
+        for factors in setting.variants
+    ]
+
+
+def page(settings: Sequence[Setting], store: Store, seeds: int, command: str) -> str:
+    lines = []
+    for hidden in EDGES:
+        for setting in settings:
+            losses = [_losses(store, setting, hidden, factors, seeds) for factors in ({}, *FACTORS)]
+            if losses[0]:
+                told = (_difference(each, losses[0]) for each in losses[1:])
+                loss = estimate(list(losses[0].values()), ".3f")
+                lines.append([f"{setting.workload}, {setting.steps} steps", f"`{hidden}`", loss, *told])
+    header = ["Workload", "Hidden weights", "Loss", *map(_label, FACTORS)]
+    about = ABOUT.format(table=rates.TABLE, vector=rates.VECTOR)
+    parts = ["# Learning rates by role", "", about, "", f"Made by `{command}`.", ""]
+    return "\n".join([*parts, *markdown.table(header, lines, numbers=True), ""])
+
+
+def _label(factors: dict[str, float]) -> str:
+    return ", ".join(f"{role}s x{factor:g}" for role, factor in factors.items())
+
+
+def _losses(store: Store, setting: Setting, hidden: str, factors: dict[str, float], seeds: int) -> dict[int, float]:
+    """By seed, of those that were trained to the end."""
+    rows: dict[int, Row | None] = {seed: store.find(setting.cell(hidden, factors, seed)) for seed in range(seeds)}
+    return {seed: row["test_loss"] for seed, row in rows.items() if row is not None and row["error"] is None}
+
+
+def _difference(losses: dict[int, float], without: dict[int, float]) -> str:
+    return estimate([100 * (loss / without[seed] - 1) for seed, loss in losses.items() if seed in without], "+.2f")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
+    parser.add_argument("--data", help="has alpaca/, gsm8k/ and cifar10/ (default: $BAOC_DATA, or the hub)")
+    parser.add_argument("--output", type=Path, required=True, help="a folder for the runs; the page is OUTPUT.md")
+    parser.add_argument("--tables-only", action="store_true", help="train nothing; make the page of what is there")
+    arguments = parser.parse_args(argv)
+    options = RunOptions(workloads.Options(data=arguments.data), eval_batches=20)
+    with Store(arguments.output).writing("rates") as store:
+        if not arguments.tables_only:
+            run_all(jobs(SETTINGS, arguments.seeds, options), store, arguments.jobs)
+        words = ["--seeds", str(arguments.seeds), "--output", str(arguments.output)]
+        command = shlex.join(["python", "-m", "experiments.rates", *words])
+        print(write_page(arguments.output, page(SETTINGS, store, arguments.seeds, command)), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

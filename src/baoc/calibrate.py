@@ -16,6 +16,7 @@ from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role, canonical_name
 from baoc.core.spec import DEFAULT_BETAS, SMALL_NUMEL, Shape, real_shape
 from baoc.optim.optimizer import BlockOptimizer
+from baoc.planning import rates
 from baoc.planning.risk import Table
 from baoc.planning.risk.calibration import Difference, table_of
 from baoc.profiling.facts import Facts
@@ -47,7 +48,8 @@ def calibrate(
     """Train once for each configuration of each role, and compare the losses with AdamW32's.
 
     The model itself is not changed. Runs of one repeat begin alike and see the same batches; their loss is the mean of
-    the last quarter of the steps. The learning rate is the one you would train AdamW with.
+    the last quarter of the steps. The learning rate is the one you would train AdamW with; roles have theirs beside it
+    as in plans, in all runs alike.
 
     Args:
         model: where training begins, from scratch or from trained weights.
@@ -82,7 +84,7 @@ def calibrate(
         mine = [taken[(repeat * steps + index) % len(taken)] for index in range(steps)]
         reference = 0.0
         for role, configuration in (None, parse(_REST)), *moves:
-            plan = _plan(model, facts, role, configuration)
+            plan = _plan(model, facts, regime, role, configuration)
             loss = _train(copy.deepcopy(model), plan, loss_fn, mine, repeat, lr, weight_decay, betas)
             done += 1
             if role is None:
@@ -140,13 +142,14 @@ def _moves(
     return moves
 
 
-def _plan(model: nn.Module, facts: Facts, moved: Role | None, configuration: Configuration) -> Plan:
+def _plan(model: nn.Module, facts: Facts, regime: str, moved: Role | None, configuration: Configuration) -> Plan:
     rest = parse(_REST)
-    blocks: dict[Configuration, dict[str, Shape]] = {}
+    blocks: dict[tuple[Configuration, float], dict[str, Shape]] = {}
     for name, (shape, role) in _roles(model, facts).items():
         is_moved = moved is not None and role in _kind(moved)
-        blocks.setdefault(configuration if is_moved else rest, {})[name] = shape
-    return Plan(tuple(Block(each.alias, each, shapes) for each, shapes in blocks.items()))
+        factor = rates.lr_factor(facts.role(name, shape), shape, regime)
+        blocks.setdefault((configuration if is_moved else rest, factor), {})[name] = shape
+    return Plan(tuple(Block(f"{each.alias} x{by:g}", each, shapes, by) for (each, by), shapes in blocks.items()))
 
 
 def _train(

@@ -57,6 +57,12 @@ def test_trained_weights_and_those_who_ask_for_it_keep_one_learning_rate(setting
     assert set(scales(plan(**{"regime": "scratch", **settings})).values()) == {1.0}
 
 
+def test_a_model_of_nothing_but_tables_keeps_the_learning_rate_that_was_meant_for_them() -> None:
+    model = nn.ModuleDict({name: nn.Embedding(WORDS, WIDTH) for name in ("user", "item")})
+    made = Planner(shapes(model), None, Hyper(lr=1e-3), Settings(), Facts.of(model)).plan(0.5)
+    assert set(scales(made).values()) == {1.0}
+
+
 def test_layers_as_blocks_have_one_learning_rate() -> None:
     found = scales(plan(1.0, regime="scratch", granularity="layer"))
     assert found["layers.0.weight"] == found["layers.0.bias"] == 1.0
@@ -83,7 +89,7 @@ def test_groups_with_learning_rates_of_their_own_are_left_alone() -> None:
 def test_a_table_that_learns_faster_moves_further() -> None:
     def moved(**settings: str) -> float:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10))
         before = model[0].weight.detach().clone()
         optimizer = BAOC(model, lr=1e-3, weight_decay=0.0, memory=0.25, quiet=True, **settings)
         model(torch.arange(WORDS)).square().mean().backward()

@@ -16,7 +16,7 @@ from torch import nn
 import baoc
 from baoc import Configuration
 from baoc.core.plan import Block, Plan
-from baoc.core.roles import Role, canonical_name, roles_of
+from baoc.core.roles import HIDDEN, Role, canonical_name, roles_of
 from baoc.core.spec import Shape
 from experiments.methods.base import Method, MethodError, Settings
 from experiments.methods.budgeted import lr_scale
@@ -25,7 +25,7 @@ REST = "adamw-32"
 SMALL = 4096
 """Embeddings and heads of fewer elements have fp32 state anyway, and keep AdamW."""
 ROLES: Mapping[str, frozenset[Role]] = {
-    "hidden": frozenset({Role.MATRIX, Role.STACK, Role.CONVOLUTION}),
+    "hidden": frozenset(HIDDEN),
     "embedding": frozenset({Role.EMBEDDING}),
     "head": frozenset({Role.HEAD}),
     "vector": frozenset({Role.VECTOR}),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration, parse
 from baoc.core.plan import Block, Plan, PlanError
-from baoc.core.roles import Role, canonical_name
+from baoc.core.roles import HIDDEN, Role, canonical_name
 from baoc.core.spec import DEFAULT_BETAS, SMALL_NUMEL, Shape, real_shape
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.planning import rates
@@ -22,8 +22,7 @@ from baoc.planning.risk.calibration import Difference, table_of
 from baoc.profiling.facts import Facts
 
 OTHERS = ("adamw-8", "adamw[m=int8,v=factored]", "adamw[m=int4,v=factored]", "colnorm")
-HIDDEN = ("muon-8", "muon-4", "spectral", *OTHERS)
-_HIDDEN_ROLES = (Role.MATRIX, Role.STACK, Role.CONVOLUTION)
+OF_HIDDEN = ("muon-8", "muon-4", "spectral", *OTHERS)
 _COUNTED = 0.25  # of the steps, the last: their mean loss is what runs are compared by
 _REST = "adamw-32"
 
@@ -105,7 +104,7 @@ def _take(batches: Iterable[Any], count: int) -> list[Any]:
 
 
 def _kind(role: Role) -> tuple[Role, ...]:
-    return _HIDDEN_ROLES if role in _HIDDEN_ROLES else (role,)
+    return HIDDEN if role in HIDDEN else (role,)
 
 
 def _roles(model: nn.Module, facts: Facts) -> dict[str, tuple[Shape, Role]]:
@@ -133,7 +132,7 @@ def _moves(
     moves = []
     for kind, by_role in sizes.items():
         role = max(by_role, key=by_role.__getitem__)
-        for each in configurations or (HIDDEN if kind == _HIDDEN_ROLES else OTHERS):
+        for each in configurations or (OF_HIDDEN if kind == HIDDEN else OTHERS):
             configuration = parse(each)
             if configuration.mechanism.suits((2, 2), role):
                 moves.append((role, configuration))

@@ -39,6 +39,10 @@ class Role(Enum):
     HEAD = "head"  # from features to classes or tokens
 
 
+HIDDEN = (Role.MATRIX, Role.STACK, Role.CONVOLUTION)
+"""Weights between hidden features."""
+
+
 def canonical_name(name: str) -> str:
     """A parameter's name without the parts that ``torch.compile``, FSDP and activation checkpointing put into it.
 

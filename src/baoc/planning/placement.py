@@ -90,10 +90,10 @@ def placed(plan: Plan, device: int, host: int, rows: Mapping[str, int] = Mapping
 
     >>> plan = Plan.uniform("adamw-8", {"wte.weight": (512, 64), "h.weight": (64, 64), "h.bias": (64,)})
     >>> print(placed(plan, device=9_000, host=70_000))
-    block  tensors  parameters  configuration      state  lr scale
-    -----  -------  ----------  -------------  ---------  --------
-    all          2        4160  adamw-8         8.6 KiB          -
-    all'         1       32.8K  adamw-8        65.0 KiB*         -
+    block  tensors  params  configuration      state  lr
+    -----  -------  ------  -------------  ---------  --
+    all          2    4160  adamw-8         8.6 KiB    -
+    all'         1   32.8K  adamw-8        65.0 KiB*   -
     73.6 KiB of state, 51.0% of AdamW16's 144.5 KiB; *65.0 KiB in host memory
 
     Raises:

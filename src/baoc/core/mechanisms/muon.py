@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baoc.core.mechanisms.newton_schulz import POLAR_EXPRESS, operations, orthogonalised, workspace
 from baoc.core.mechanisms.normalised import MOMENTUM, Normalised
-from baoc.core.roles import Role
+from baoc.core.roles import HIDDEN, Role
 from baoc.core.spec import FP32_TINY, Hyper, Reach, Scalars, Setting, Shape, Slot
 
 NEWTON_SCHULZ = Setting(
@@ -35,7 +35,7 @@ class Spectral(Normalised):
     settings: ClassVar[tuple[Setting, ...]] = (*Normalised.settings, NEWTON_SCHULZ)
 
     def suits(self, shape: Shape, role: Role) -> bool:
-        return role in (Role.MATRIX, Role.STACK, Role.CONVOLUTION)
+        return role in HIDDEN
 
     def scalars(self, hyper: Hyper, ages: Mapping[str, int]) -> dict[str, float]:
         triples = enumerate(NEWTON_SCHULZ.of(hyper))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from baoc.core.configuration import Configuration, ConfigurationError, parse
 from baoc.core.files import replaced
-from baoc.core.roles import Role
+from baoc.core.roles import HIDDEN, Role
 from baoc.planning.risk.paper import BlockMetrics
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ UNKNOWN = 50.0
 
 VECTORS = "adamw-32"
 """What vectors always have: they cost next to nothing, and were not ablated."""
-HIDDEN = (Role.MATRIX, Role.STACK, Role.CONVOLUTION)
-"""Roles that share one weight of one: ablations moved all of a model's hidden weights at once."""
 _STANDS_FOR = {Role.STACK: Role.MATRIX, Role.CONVOLUTION: Role.MATRIX, Role.HEAD: Role.EMBEDDING}
 """Where a role was not ablated."""
 
@@ -184,7 +182,7 @@ def measured(metrics: BlockMetrics, configuration: Configuration, settings: Sett
 
 
 def elements(roles: Iterable[tuple[Role, int]]) -> dict[Role, int]:
-    """How many there are of each role; hidden weights of all kinds count together, under each of them.
+    """How many there are of each role; hidden weights of all kinds, which ablations moved at once, count together.
 
     >>> elements([(Role.MATRIX, 10), (Role.CONVOLUTION, 30), (Role.HEAD, 5)])[Role.MATRIX]
     40

@@ -46,14 +46,14 @@ class MovingLine:
         self._width = len(line)
 
 
-def bar(done: int, total: int, width: int = 30, marks: str = "#.") -> str:
+def bar(done: int, total: int, width: int = 30) -> str:
     """A bar of ``width`` characters.
 
     >>> bar(1, 4, width=8)
     '##......'
     """
     full = width * done // total
-    return marks[0] * full + marks[1] * (width - full)
+    return "#" * full + "." * (width - full)
 
 
 def columns(stream: TextIO) -> int:

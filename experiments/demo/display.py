@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TextIO
 
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
 from baoc.core.text import human_bytes
 from experiments.demo.training import OnStep
-from experiments.moving_line import MovingLine, bar, columns
+from experiments.moving_line import MovingLine
 
-_HIDE, _SHOW, _SAVE, _RESTORE, _CLEAR_REST = "\x1b[?25l", "\x1b[?25h", "\x1b7", "\x1b8", "\x1b[K"
-_CYAN, _GREEN, _DIM, _PLAIN = "\x1b[36m", "\x1b[32m", "\x1b[2m", "\x1b[0m"
-_BAR = 8, 30  # characters, at least and at most
-
-Part = tuple[str, str]  # text, and the escape code of its colour or ""
+_BAR = 20  # characters
 
 
 @dataclass
@@ -48,24 +48,20 @@ class Display:
         self._rows = {name: Row(name) for name in methods}
         self._steps, self._seeds, self._reference = steps, seeds, reference
         self._stream, self._clock, self._then = stream, clock, 0.0
-        self._moves = stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._has_colour = self._moves and not os.environ.get("NO_COLOR")
-        self._marks = "━─" if (stream.encoding or "").lower().startswith("utf") else "#."
+        console = Console(file=stream, highlight=False)
+        self._moves = console.is_terminal and not console.is_dumb_terminal
+        self._board = Live(get_renderable=self._table, console=console)
         self._line = MovingLine(stream)
 
     def __enter__(self) -> Display:
         if self._moves:
-            height = len(self._rows) + 2
-            self._stream.write("\n" * height + f"\x1b[{height}A{_HIDE}{_SAVE}")  # scroll now: the place must stay
-            self._draw()
+            self._board.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._line.leave()
         if self._moves:
-            self._draw()  # on Ctrl-C a terminal forgets what it had not shown yet, and the cursor is anywhere
-            self._stream.write(_SHOW)
-            self._stream.flush()
+            self._board.stop()
+        self._line.leave()
 
     def begin(self, method: str, seed: int) -> OnStep:
         """What to call after every step of this run."""
@@ -82,41 +78,22 @@ class Display:
         self._then = now
         row.done = before + step
         row.state, row.share, row.loss = human_bytes(held), f"{held / self._reference:.0%}", f"{loss:.3f}"
-        self._draw()
 
-    def _draw(self) -> None:
-        """Write over what was drawn before, in one piece so that it does not flicker."""
-        room = columns(self._stream) - 1  # a full line would wrap
-        lines = "".join(f"{self._paint(line, room)}{_CLEAR_REST}\n" for line in self._lines(room))
-        self._stream.write(_RESTORE + lines)
-        self._stream.flush()
-
-    def _lines(self, room: int) -> Iterator[list[Part]]:
+    def _table(self) -> Table:
         rows, total = list(self._rows.values()), self._steps * self._seeds
-        names = max(len(row.name) for row in rows)
-        head = f"{'optimizer':{names}}  {'state':>9}  of AdamW16  "
-        width = min(_BAR[1], max(_BAR[0], room - len(head) - len("  0.000  0:00, 0:00 left")))
-        yield [(f"{head}{'progress':{width}}  loss   time", _DIM)]
-        for row in rows:
-            done = bar(row.done, total, width, self._marks)
-            full = done.count(self._marks[0])
-            yield [
-                (f"{row.name:{names}}  {row.state:>9}  {row.share:>10}  ", "" if row.done else _DIM),
-                (done[:full], _GREEN if row.done == total else _CYAN),
-                (done[full:], _DIM),
-                (f"  {row.loss:5}  {_clock_text(row.seconds, row.done, total)}", ""),
-            ]
         seconds, steps = sum(row.seconds for row in rows), sum(row.done for row in rows)
-        yield [(f"all together: {_clock_text(seconds, steps, total * len(rows))}" if steps else "", _DIM)]
-
-    def _paint(self, parts: Iterable[Part], room: int) -> str:
-        """As much as there is room for, in colour where that is wanted."""
-        painted = []
-        for text, code in parts:
-            shown = text[: max(0, room)]
-            room -= len(text)
-            painted.append(f"{code}{shown}{_PLAIN}" if self._has_colour and code and shown else shown)
-        return "".join(painted)
+        together = f"all together: {_clock_text(seconds, steps, total * len(rows))}" if steps else ""
+        table = Table(box=None, pad_edge=False, header_style="dim", caption=together, caption_justify="left")
+        table.add_column("optimizer", no_wrap=True)
+        for name in ("state", "of AdamW16"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name in ("progress", "loss", "time"):
+            table.add_column(name, no_wrap=True)
+        for row in rows:
+            bar = ProgressBar(total, row.done, width=_BAR)
+            taken = _clock_text(row.seconds, row.done, total)
+            table.add_row(row.name, row.state, row.share, bar, row.loss, taken, style=None if row.done else "dim")
+        return table
 
 
 def _clock_text(seconds: float, done: int, total: int) -> str:

@@ -17,7 +17,7 @@ from baoc.core.text import human_bytes
 from experiments.demo.training import OnStep
 from experiments.moving_line import MovingLine
 
-_BAR = 20  # characters
+_BAR = 12  # characters: a row of the longest name has 80
 
 
 @dataclass

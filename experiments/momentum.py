@@ -7,18 +7,15 @@ What is finished is kept in OUTPUT/runs.jsonl and not repeated; the page is OUTP
 
 from __future__ import annotations
 
-import argparse
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 
 from baoc.core.mechanisms.normalised import MOMENTUM_RISE
-from experiments import workloads
-from experiments.runs import Cell, Row, RunOptions, Store, markdown
-from experiments.runs.batch import Job, run_all
-from experiments.runs.page import estimate, write_page
+from experiments import paired
+from experiments.runs import Cell, RunOptions, Store, markdown
+from experiments.runs.batch import Job
+from experiments.runs.page import estimate
 
 CONFIGURATION = "muon-8 else adamw[m=int8,v=factored]"
 RISES = (0, 10, 20, 40)
@@ -66,40 +63,17 @@ def jobs(settings: Sequence[Setting], seeds: int, options: RunOptions) -> list[J
 def page(settings: Sequence[Setting], store: Store, seeds: int, command: str) -> str:
     lines = []
     for setting in settings:
-        found = {rise: _losses([store.find(setting.cell(rise, seed)) for seed in range(seeds)]) for rise in RISES}
-        without = found[RISES[0]]
-        differences = (
-            [100 * (loss / without[seed] - 1) for seed, loss in losses.items() if seed in without]
-            for losses in found.values()
-        )
-        told = (estimate(each, "+.2f") for each in differences)
-        lines.append([setting.workload, str(setting.steps), estimate(list(without.values()), ".3f"), *list(told)[1:]])
+        without, *rising = (paired.losses(store, [setting.cell(rise, seed) for seed in range(seeds)]) for rise in RISES)
+        told = (paired.difference(losses, without) for losses in rising)
+        lines.append([setting.workload, str(setting.steps), estimate(list(without.values()), ".3f"), *told])
     header = ["Workload", "Steps", "Loss without", *(f"{rise:g}" for rise in RISES[1:])]
     about = ABOUT.format(default=MOMENTUM_RISE.default, configuration=CONFIGURATION)
     parts = ["# How fast momentum rises", "", about, "", f"Made by `{command}`.", ""]
     return "\n".join([*parts, *markdown.table(header, lines, numbers=True), ""])
 
 
-def _losses(rows: Sequence[Row | None]) -> dict[int, float]:
-    """By seed, of those that were trained to the end."""
-    return {seed: row["test_loss"] for seed, row in enumerate(rows) if row is not None and row["error"] is None}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
-    parser.add_argument("--data", help="has alpaca/, gsm8k/ and cifar10/ (default: $BAOC_DATA, or the hub)")
-    parser.add_argument("--output", type=Path, required=True, help="a folder for the runs; the page is OUTPUT.md")
-    parser.add_argument("--tables-only", action="store_true", help="train nothing; make the page of what is there")
-    arguments = parser.parse_args(argv)
-    options = RunOptions(workloads.Options(data=arguments.data), eval_batches=20)
-    with Store(arguments.output).writing("momentum") as store:
-        if not arguments.tables_only:
-            run_all(jobs(SETTINGS, arguments.seeds, options), store, arguments.jobs)
-        words = ["--seeds", str(arguments.seeds), "--output", str(arguments.output)]
-        command = shlex.join(["python", "-m", "experiments.momentum", *words])
-        print(write_page(arguments.output, page(SETTINGS, store, arguments.seeds, command)), file=sys.stderr)
+    paired.main("momentum", __doc__, partial(jobs, SETTINGS), partial(page, SETTINGS), argv)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,15 @@ What is finished is kept in OUTPUT/runs.jsonl and not repeated; the page is OUTP
 
 from __future__ import annotations
 
-import argparse
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 
 from baoc.planning import rates
-from experiments import workloads
-from experiments.runs import Cell, Row, RunOptions, Store, markdown
-from experiments.runs.batch import Job, run_all
-from experiments.runs.page import estimate, write_page
+from experiments import paired
+from experiments.runs import Cell, RunOptions, Store, markdown
+from experiments.runs.batch import Job
+from experiments.runs.page import estimate
 
 ROLES = ("embedding", "head", "vector")
 EDGES = {"muon-8": "adamw[m=int8,v=factored]", "spectral": "colnorm", "adamw-8": "adamw-8"}
@@ -98,10 +95,13 @@ def page(settings: Sequence[Setting], store: Store, seeds: int, command: str) ->
     lines = []
     for hidden in EDGES:
         for setting in settings:
-            losses = [_losses(store, setting, hidden, factors, seeds) for factors in ({}, *FACTORS)]
-            if losses[0]:
-                told = (_difference(each, losses[0]) for each in losses[1:])
-                loss = estimate(list(losses[0].values()), ".3f")
+            without, *scaled = (
+                paired.losses(store, [setting.cell(hidden, factors, seed) for seed in range(seeds)])
+                for factors in ({}, *FACTORS)
+            )
+            if without:
+                told = (paired.difference(losses, without) for losses in scaled)
+                loss = estimate(list(without.values()), ".3f")
                 lines.append([f"{setting.workload}, {setting.steps} steps", f"`{hidden}`", loss, *told])
     header = ["Workload", "Hidden weights", "Loss", *map(_label, FACTORS)]
     about = ABOUT.format(table=rates.TABLE, vector=rates.VECTOR)
@@ -113,31 +113,8 @@ def _label(factors: dict[str, float]) -> str:
     return ", ".join(f"{role}s x{factor:g}" for role, factor in factors.items())
 
 
-def _losses(store: Store, setting: Setting, hidden: str, factors: dict[str, float], seeds: int) -> dict[int, float]:
-    """By seed, of those that were trained to the end."""
-    rows: dict[int, Row | None] = {seed: store.find(setting.cell(hidden, factors, seed)) for seed in range(seeds)}
-    return {seed: row["test_loss"] for seed, row in rows.items() if row is not None and row["error"] is None}
-
-
-def _difference(losses: dict[int, float], without: dict[int, float]) -> str:
-    return estimate([100 * (loss / without[seed] - 1) for seed, loss in losses.items() if seed in without], "+.2f")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
-    parser.add_argument("--data", help="has alpaca/, gsm8k/ and cifar10/ (default: $BAOC_DATA, or the hub)")
-    parser.add_argument("--output", type=Path, required=True, help="a folder for the runs; the page is OUTPUT.md")
-    parser.add_argument("--tables-only", action="store_true", help="train nothing; make the page of what is there")
-    arguments = parser.parse_args(argv)
-    options = RunOptions(workloads.Options(data=arguments.data), eval_batches=20)
-    with Store(arguments.output).writing("rates") as store:
-        if not arguments.tables_only:
-            run_all(jobs(SETTINGS, arguments.seeds, options), store, arguments.jobs)
-        words = ["--seeds", str(arguments.seeds), "--output", str(arguments.output)]
-        command = shlex.join(["python", "-m", "experiments.rates", *words])
-        print(write_page(arguments.output, page(SETTINGS, store, arguments.seeds, command)), file=sys.stderr)
+    paired.main("rates", __doc__, partial(jobs, SETTINGS), partial(page, SETTINGS), argv)
 
 
 if __name__ == "__main__":

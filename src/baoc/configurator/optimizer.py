@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import weakref
@@ -14,27 +13,25 @@ import torch
 from torch import Tensor, nn
 
 from baoc.configurator import agreement
+from baoc.configurator.budgeted import Budgeted, needs_samples
 from baoc.configurator.promotion import MANY, is_due, promoted
-from baoc.configurator.resumable import Resumable
 from baoc.configurator.resume import Progress
 from baoc.configurator.warmup import Diagnostics, fitting_sampler
 from baoc.configurator.wishes import WARMUP, Wishes, is_count, is_number
-from baoc.core.budget import is_per_rank
 from baoc.core.configuration import Configuration
 from baoc.core.mechanisms import known_settings
 from baoc.core.notice import notice
 from baoc.core.plan import Block, Plan, PlanError, one_line
 from baoc.core.roles import role_of
-from baoc.core.spec import DEFAULT_BETAS, Hyper, real_shape
+from baoc.core.spec import DEFAULT_BETAS, real_shape
 from baoc.core.text import check_names, human_bytes
-from baoc.optim import checkpoint, groups
+from baoc.optim import checkpoint
 from baoc.optim.groups import Group, Member
 from baoc.optim.offload import BUCKET_BYTES
 from baoc.optim.rehearsal import REHEARSERS, is_called_by
 from baoc.optim.watch import strained_shares
 from baoc.planning import rates
-from baoc.planning import risk as risks
-from baoc.planning.planner import DEFAULT_MEMORY, Planner
+from baoc.planning.planner import DEFAULT_MEMORY
 from baoc.planning.settings import Settings
 from baoc.profiling.coordinates import RATIO
 from baoc.profiling.facts import Facts, TokenCounter
@@ -61,11 +58,9 @@ _ARGUMENTS = (
     "offload_bucket",
 )
 _REPORT_EVERY = 10
-_SAMPLES_SHARE = 0.1  # of the budget, at most, in a warm-up whose plan can do without
-_KEPT_SHARE = 0.01  # likewise, after it
 
 
-class BAOC(Resumable):
+class BAOC(Budgeted):
     """An optimizer within a budget. The training loop does not change.
 
     Args:
@@ -213,7 +208,7 @@ class BAOC(Resumable):
         budgets = {"memory": memory, "time": time, "host_memory": host_memory}
         changed = self._wishes.changed("replan", budgets, settings)
         plan, keeps_samples = self._decided_plan(
-            profile or self._profile(), changed, needs_profile=_needs_samples(changed)
+            profile or self._profile(), changed, needs_profile=needs_samples(changed)
         )
         self._wishes = changed
         self._adopt(plan, inherit=inherit, keeps_samples=keeps_samples)
@@ -234,7 +229,7 @@ class BAOC(Resumable):
         self._plan_given = given
         new = {member.name: real_shape(member.param) for member in self.members() if member.name not in plan}
         try:
-            if "configuration" not in param_group and not _needs_samples(self._wishes):
+            if "configuration" not in param_group and not needs_samples(self._wishes):
                 roles = {name: role_of(shape, name) for name, shape in new.items()}
                 self._names, self._facts = [*names, *new], dataclasses.replace(facts, roles={**facts.roles, **roles})
             elif self._fits(self.plan):
@@ -250,83 +245,9 @@ class BAOC(Resumable):
 
     # ---- plans ----
 
-    def _planner(self, profile: Profile | None, wishes: Wishes) -> Planner:
-        shapes = {name: shape for name, shape in self._shapes().items() if name in set(self._names)}
-        rows = self._rows_per_rank() if is_per_rank(wishes.memory) else {}
-        return Planner(shapes, profile, self._hyper(), wishes.settings, self._facts, rows)
-
-    def _budgets(self, planner: Planner, wishes: Wishes) -> tuple[int, int]:
-        """Bytes of state on the device and in host memory; those of the device are all there are without the other."""
-        host = planner.host_budget(wishes.host_memory)
-        return planner.budget(wishes.memory, wishes.time, divided=host > 0), host
-
-    def _room_for_samples(self, is_base_given: bool) -> int:
-        planner, wishes = self._planner(None, self._wishes), self._wishes
-        budget, host = self._budgets(planner, wishes)
-        least = planner.least_bytes(wishes.time)
-        room = budget if host >= least else max(0, budget - least)  # on the host there is room for all state, or none
-        is_needed = _needs_samples(wishes) or is_base_given
-        return room if is_needed else min(room, int(_SAMPLES_SHARE * budget))
-
-    def _fits(self, plan: Plan) -> bool:
-        """Whether a plan of the parameters there are keeps the budgets, beside the samples."""
-        wishes, samples = self._wishes, self._sampler.nbytes if self._sampler else 0
-        device, host = self._budgets(self._planner(None, wishes), wishes)
-        plan = dataclasses.replace(plan, rows=self._rows_per_rank())
-        on_host = plan.host_bytes_per_rank if is_per_rank(wishes.memory) else plan.host_bytes
-        return self._device_bytes(plan.blocks, wishes) + samples <= device and on_host <= host
-
-    def _device_bytes(self, blocks: Sequence[Block], wishes: Wishes) -> int:
-        """What some blocks hold on the device, on all ranks or on one, as the budget is meant."""
-        plan = Plan(tuple(blocks), rows=self._rows_per_rank())
-        return plan.device_bytes_per_rank if is_per_rank(wishes.memory) else plan.device_bytes
-
-    def _best_plan(self, profile: Profile | None, wishes: Wishes) -> tuple[Plan, bool]:
-        """The plan of least risk in what the budget leaves, and whether samples have room beside it.
-
-        While they are of use, or cost next to nothing, the plan makes room for them, if it can.
-        """
-        planner = self._planner(profile, wishes)
-        later = self._later_blocks()
-        taken = self._device_bytes(later, wishes)
-        samples = self._sampler.nbytes if self._sampler else 0
-        (budget, _), both = self._budgets(planner, wishes), {"host_memory": wishes.host_memory}
-        is_worth_it = self._is_sampling(wishes) or _needs_samples(wishes) or samples <= _KEPT_SHARE * budget
-        plan, keeps = None, samples > 0
-        if keeps and is_worth_it:
-            with contextlib.suppress(PlanError):  # samples are not worth a budget that cannot be kept
-                plan = planner.plan(wishes.memory, wishes.time, **both, taken=taken + samples)
-        if plan is None:
-            plan = planner.plan(wishes.memory, wishes.time, **both, taken=taken)
-            keeps = 0 < samples <= budget - taken - self._device_bytes(plan.blocks, wishes)
-        return dataclasses.replace(plan, blocks=(*plan.blocks, *later)), keeps
-
-    def _decided_plan(self, profile: Profile | None, wishes: Wishes, *, needs_profile: bool) -> tuple[Plan, bool]:
-        """The best plan as the first rank sees it."""
-
-        def decide() -> tuple[str, bool]:
-            if profile is None and needs_profile:
-                raise RuntimeError(
-                    "there is no profile to plan from: no finite gradient was sampled, or what was sampled was given "
-                    "up for room. Pass profile=, or set replan_every so that sampling goes on."
-                )
-            plan, keeps_samples = self._best_plan(profile, wishes)
-            return plan.to_json(), keeps_samples
-
-        text, keeps_samples = agreement.first_decides(decide, self._group)
-        return Plan.from_json(text), keeps_samples
-
-    def _adopt(self, plan: Plan | Configuration | str, *, inherit: bool, keeps_samples: bool = True) -> None:
-        if not keeps_samples and self._sampler is not None:  # make room before state moves
-            self._hide_samples()
-            self._sampler = None
-            logger.info("there is no room to keep the samples of the warm-up beside the plan")
-        self.set_plan(plan, inherit=inherit)
-        self._plan_given = False  # a checkpoint's plan knows more than this process, and is taken over
-
     def _plan_now(self, *, only_if_other: bool = False) -> None:
         """Make a plan as the training goes. If there is none, the one there is stays, and it is tried again."""
-        needs_profile = self._sampler is not None and _needs_samples(self._wishes)
+        needs_profile = self._sampler is not None and needs_samples(self._wishes)
         try:
             plan, keeps_samples = self._decided_plan(self._profile(), self._wishes, needs_profile=needs_profile)
         except Exception as error:
@@ -348,16 +269,6 @@ class BAOC(Resumable):
         else:
             done = _steps(self._progress.steps)
             self._say(f"planned after {done}: {one_line(self.plan)}. print(optimizer.plan) shows it")
-
-    def _hyper(self) -> Hyper:
-        """The first group's settings, with the largest decay: what decay risks counts if any group has some."""
-        hypers = [groups.hyper(group, f"param group {index}") for index, group in enumerate(self.param_groups)]
-        return dataclasses.replace(hypers[0], weight_decay=max(hyper.weight_decay for hyper in hypers))
-
-    def _later_blocks(self) -> list[Block]:
-        """Of parameters that joined with a configuration of their own."""
-        planned = set(self._names)
-        return [block for block in self.plan.blocks if not block.parameters.keys() & planned]
 
     # ---- steps ----
 
@@ -447,16 +358,11 @@ class BAOC(Resumable):
         interval = wishes.replan_every or (wishes.warmup if self._progress.failed else None)
         return interval is not None and since >= interval
 
-    def _is_sampling(self, wishes: Wishes) -> bool:
-        if self._sampler is None:
-            return False
-        return self._progress.since_plan is None or wishes.replan_every is not None or self._progress.failed
-
     def _count_tokens(self, counter: TokenCounter) -> None:
         """After the first step: how long a step is decides what an update may cost."""
         tokens = agreement.from_first(self._over_shards(counter.stop()), self._group)
         self._facts, self._tokens = self._facts.with_tokens(tokens), None
-        if not _needs_samples(self._wishes) and tokens is not None and "expected_loss" in self.plan.settings:
+        if not needs_samples(self._wishes) and tokens is not None and "expected_loss" in self.plan.settings:
             self._plan_now(only_if_other=True)
 
     def _over_shards(self, tokens: int | None) -> int | None:
@@ -511,8 +417,3 @@ def _steps(count: int) -> str:
 
 def _is_alike(one: Block, other: Block) -> bool:
     return one.configuration == other.configuration and one.host is other.host
-
-
-def _needs_samples(wishes: Wishes) -> bool:
-    """Whether plans are made from sampled gradients."""
-    return wishes.settings.chosen_risk != risks.MEASURED

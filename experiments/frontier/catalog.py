@@ -22,6 +22,8 @@ UNIFORM = (
 """The most telling first. They run at AdamW32's learning rate, as BAOC does."""
 PEERS = ("adamw8", "adafactor", "muon", "adam-mini", "cosmos", "galore-adamw8")
 """They run at their own."""
+ORDER = (*OURS, *UNIFORM, *PEERS, *BY_TYPE, *PAPERS)
+"""Of what is told, after AdamW32."""
 TUNING_SEEDS = (0, 1)
 """AdamW32's learning rate is everybody's: one seed may choose it badly. Others seek theirs with the first."""
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from experiments import methods
-from experiments.frontier.catalog import BUDGETS, TUNING_SEEDS, Setting
+from experiments.frontier.catalog import BUDGETS, ORDER, TUNING_SEEDS, Setting
 from experiments.runs import Row
 from experiments.runs.summary import REFERENCE
 from experiments.runs.tables import EDGE
@@ -76,11 +76,12 @@ class Line:
 
 
 def lines_of(setting: Setting, rows: Sequence[Row]) -> list[Line]:
-    """In the order in which they were run first; AdamW32 is one of them."""
+    """AdamW32, then all others in the catalog's order."""
     mine = [row for row in rows if row["workload"] == setting.workload and row["steps"] == setting.steps]
     references = finals(mine, setting, REFERENCE)
     found = []
-    for method in dict.fromkeys(row["method"] for row in mine):
+    run = {row["method"] for row in mine}
+    for method in (REFERENCE, *(each for each in ORDER if each in run)):
         trained = {seed: row for seed, row in finals(mine, setting, method).items() if seed in references}
         if trained:
             tried = {row["lr_factor"] for row in mine if row["method"] == method and len(row["lr_grid"]) > 1}

@@ -57,6 +57,11 @@ def test_trained_weights_and_those_who_ask_for_it_keep_one_learning_rate(setting
     assert set(scales(plan(**{"regime": "scratch", **settings})).values()) == {1.0}
 
 
+def test_small_heads_are_not_called_vectors_where_their_rate_is_another() -> None:
+    names = {regime: {block.name for block in plan(regime=regime).blocks} for regime in ("scratch", "finetune")}
+    assert {"vectors", "small tables"} <= names["scratch"] and "small tables" not in names["finetune"]
+
+
 def test_a_model_of_nothing_but_tables_keeps_the_learning_rate_that_was_meant_for_them() -> None:
     model = nn.ModuleDict({name: nn.Embedding(WORDS, WIDTH) for name in ("user", "item")})
     made = Planner(shapes(model), None, Hyper(lr=1e-3), Settings(), Facts.of(model)).plan(0.5)

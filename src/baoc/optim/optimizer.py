@@ -66,9 +66,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         >>> model(torch.randn(4, 256)).square().mean().backward()
         >>> optimizer.step()
         >>> print(optimizer.plan)
-        block  tensors  parameters  configuration     state  lr scale
-        -----  -------  ----------  -------------  --------  --------
-        all          2       32.9K  adamw-8        65.2 KiB         -
+        block  tensors  params  configuration     state  lr
+        -----  -------  ------  -------------  --------  --
+        all          2   32.9K  adamw-8        65.2 KiB   -
         65.2 KiB of state, 50.6% of AdamW16's 129.0 KiB
     """
 

@@ -38,6 +38,8 @@ PLURAL = {
     Role.EMBEDDING: "embeddings",
     Role.HEAD: "heads",
 }
+SMALL = "small tables"
+"""Embeddings and heads that are planned like vectors, where no vector is among them."""
 
 
 class Choices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,11 @@ from baoc.core.budget import is_per_rank, memory_budget
 from baoc.core.configuration import REFERENCE, Configuration
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role
+from baoc.core.spec import Shape
 from baoc.core.text import human_bytes
 from baoc.planning import placement, rates
 from baoc.planning import risk as risks
-from baoc.planning.choices import PLURAL, Choices, is_as_long_as_adamw
+from baoc.planning.choices import PLURAL, SMALL, Choices, is_as_long_as_adamw
 from baoc.planning.metrics import Metrics
 from baoc.planning.settings import AUTO
 from baoc.planning.space import PER_ROLE
@@ -177,16 +178,22 @@ class Planner(Choices):
 
     def _alike(self, chosen: Sequence[int]) -> dict[str, list[int]]:
         """Blocks of one role, rate and choice under a name for them all: a person reads a few lines, not hundreds."""
-        groups: dict[tuple[Role, float, int], list[int]] = {}
+        groups: dict[tuple[str, float, int], list[int]] = {}
         for index, (block, choice) in enumerate(zip(self.blocks, chosen)):
-            first = next(iter(block))
-            groups.setdefault((self._roles[first], self._lr_factors[first], choice), []).append(index)
-        choices, numbers = Counter(role for role, *_ in groups), Counter[Role]()
+            key = self._kind(block), self._lr_factors[next(iter(block))], choice
+            groups.setdefault(key, []).append(index)
+        choices, numbers = Counter(kind for kind, *_ in groups), Counter[str]()
         named: dict[str, list[int]] = {}
-        for (role, *_), members in groups.items():
-            numbers[role] += 1
-            named[f"{PLURAL[role]}/{numbers[role]}" if choices[role] > 1 else PLURAL[role]] = members
+        for (kind, *_), members in groups.items():
+            numbers[kind] += 1
+            named[f"{kind}/{numbers[kind]}" if choices[kind] > 1 else kind] = members
         return named
+
+    def _kind(self, block: Mapping[str, Shape]) -> str:
+        """What a block of one role is called."""
+        role = self._roles[next(iter(block))]
+        has_it = any(self.facts.role(name, shape) is role for name, shape in block.items())
+        return PLURAL[role] if has_it else SMALL
 
     def _block(self, name: str, members: Sequence[int], choice: int) -> Block:
         configuration = self.candidates[choice]

@@ -1,4 +1,4 @@
-"""How fast embeddings, heads and vectors should learn beside hidden matrices: the factors of ``baoc.planning.rates``.
+"""How fast embeddings and vectors should learn beside hidden matrices: the factors of ``baoc.planning.rates``.
 
     python -m experiments.rates --data DIR --jobs 2 --output docs/results/rates
 
@@ -7,7 +7,7 @@ What is finished is kept in OUTPUT/runs.jsonl and not repeated; the page is OUTP
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,12 +17,12 @@ from experiments.runs import Cell, RunOptions, Store, markdown
 from experiments.runs.batch import Job
 from experiments.runs.page import estimate
 
-ROLES = ("embedding", "head", "vector")
 EDGES = {"muon-8": "adamw[m=int8,v=factored]", "spectral": "colnorm", "adamw-8": "adamw-8"}
 """What embeddings and heads have, by what hidden weights have: a usual plan, the cheapest, and one without Muon."""
-FACTORS = (
-    *({"embedding": factor} for factor in (2.0, 4.0)),
-    *({role: 2.0} for role in ROLES[1:]),
+FACTORS: tuple[dict[str, float], ...] = (
+    {"embedding": 2.0},
+    {"embedding": 4.0},
+    {"vector": 2.0},
     {"embedding": rates.TABLE, "vector": rates.VECTOR},
 )
 """Of the learning rate, by role; one where a role is not named."""
@@ -37,8 +37,6 @@ x{table:g} for embeddings that are tables of at least twice as many rows as colu
 class Setting:
     workload: str
     steps: int
-    roles: tuple[str, ...] = ("embedding", "vector")
-    """Of those above, the ones that it has."""
     lr_factor: float = 1.0
     batch_size: int | None = None
     hidden: tuple[str, ...] = ("muon-8",)
@@ -46,19 +44,13 @@ class Setting:
     def cell(self, hidden: str, factors: dict[str, float], seed: int) -> Cell:
         return Cell(self.workload, method(hidden, factors), seed, self.lr_factor, self.steps)
 
-    @property
-    def variants(self) -> Iterator[dict[str, float]]:
-        """Factors of the roles that it has; the first are none."""
-        yield {}
-        yield from (factors for factors in FACTORS if set(factors) <= set(self.roles))
-
 
 SETTINGS = (
     Setting("gpt-small/alpaca", 250, hidden=tuple(EDGES)),
     Setting("llama-small/gsm8k", 250, hidden=tuple(EDGES)),
-    Setting("t5-small/gsm8k", 150, ROLES, lr_factor=2.0, hidden=("muon-8", "spectral")),
+    Setting("t5-small/gsm8k", 150, lr_factor=2.0, hidden=("muon-8", "spectral")),
     Setting("vit-small/cifar10", 300),
-    Setting("unet-small/cifar10", 80, ROLES, lr_factor=2.0, batch_size=4),
+    Setting("unet-small/cifar10", 80, lr_factor=2.0, batch_size=4),
     Setting("gpt-small/alpaca-gsm8k", 120),
     Setting("vit-small/cifar10-classes", 200, lr_factor=0.5),
     Setting("gpt-small/alpaca", 1000),
@@ -87,7 +79,7 @@ def jobs(settings: Sequence[Setting], seeds: int, options: RunOptions) -> list[J
         for seed in range(seeds)
         for setting in settings
         for hidden in setting.hidden
-        for factors in setting.variants
+        for factors in ({}, *FACTORS)
     ]
 
 

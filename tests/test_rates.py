@@ -105,11 +105,11 @@ def test_a_table_that_learns_faster_moves_further() -> None:
 
 
 def test_factors_are_compared_with_none_seed_by_seed(tiny: str, tmp_path: Path) -> None:
-    settings = [rates.Setting(tiny, 2, ("head", "vector"))]
+    settings = [rates.Setting(tiny, 2)]
     with Store(tmp_path / "rates").writing("rates") as store:
         run_all(rates.jobs(settings, 2, RunOptions()), store)
         assert {row["method"] for row in store.rows} == {
-            rates.method("muon-8", factors) for factors in ({}, {"head": 2.0}, {"vector": 2.0})
+            rates.method("muon-8", factors) for factors in ({}, *rates.FACTORS)
         }
         told = rates.page(settings, store, 3, "some command").splitlines()
     losses = {(row["method"], row["seed"]): row["test_loss"] for row in store.rows}

@@ -8,7 +8,7 @@ What is finished is kept in OUTPUT/runs.jsonl and not repeated; the page is OUTP
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from baoc.core.mechanisms.normalised import MOMENTUM_RISE
@@ -27,14 +27,9 @@ is the best for AdamW32; a cell without ± is of one seed."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    workload: str
-    steps: int
-    lr_factor: float = 1.0
-    batch_size: int | None = None
-
+class Setting(paired.Setting):
     def cell(self, rise: float, seed: int) -> Cell:
-        return Cell(self.workload, f"{CONFIGURATION}; momentum_rise={rise:g}", seed, self.lr_factor, self.steps)
+        return self.run(f"{CONFIGURATION}; momentum_rise={rise:g}", seed)
 
 
 SETTINGS = (
@@ -50,10 +45,7 @@ SETTINGS = (
 def jobs(settings: Sequence[Setting], seeds: int, options: RunOptions) -> list[Job]:
     """Seed by seed."""
     return [
-        Job(
-            setting.cell(rise, seed),
-            replace(options, workload=replace(options.workload, batch_size=setting.batch_size)),
-        )
+        setting.job(setting.cell(rise, seed), options)
         for seed in range(seeds)
         for setting in settings
         for rise in RISES

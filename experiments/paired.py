@@ -6,12 +6,30 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments import workloads
 from experiments.runs import Cell, RunOptions, Store
 from experiments.runs.batch import Job, run_all
 from experiments.runs.page import estimate, write_page
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A workload, at the learning rate that is best for AdamW32."""
+
+    workload: str
+    steps: int
+    lr_factor: float = 1.0
+    batch_size: int | None = None
+
+    def run(self, method: str, seed: int) -> Cell:
+        return Cell(self.workload, method, seed, self.lr_factor, self.steps)
+
+    def job(self, cell: Cell, options: RunOptions) -> Job:
+        return Job(cell, replace(options, workload=replace(options.workload, batch_size=self.batch_size)))
+
 
 Jobs = Callable[[int, RunOptions], Sequence[Job]]
 """Of so many seeds."""

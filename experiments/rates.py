@@ -8,7 +8,7 @@ What is finished is kept in OUTPUT/runs.jsonl and not repeated; the page is OUTP
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from baoc.planning import rates
@@ -34,15 +34,11 @@ x{table:g} for embeddings that are tables of at least twice as many rows as colu
 
 
 @dataclass(frozen=True)
-class Setting:
-    workload: str
-    steps: int
-    lr_factor: float = 1.0
-    batch_size: int | None = None
+class Setting(paired.Setting):
     hidden: tuple[str, ...] = ("muon-8",)
 
     def cell(self, hidden: str, factors: dict[str, float], seed: int) -> Cell:
-        return Cell(self.workload, method(hidden, factors), seed, self.lr_factor, self.steps)
+        return self.run(method(hidden, factors), seed)
 
 
 SETTINGS = (
@@ -72,10 +68,7 @@ def method(hidden: str, factors: dict[str, float]) -> str:
 def jobs(settings: Sequence[Setting], seeds: int, options: RunOptions) -> list[Job]:
     """Seed by seed."""
     return [
-        Job(
-            setting.cell(hidden, factors, seed),
-            replace(options, workload=replace(options.workload, batch_size=setting.batch_size)),
-        )
+        setting.job(setting.cell(hidden, factors, seed), options)
         for seed in range(seeds)
         for setting in settings
         for hidden in setting.hidden

@@ -144,10 +144,11 @@ def _moves(
 def _plan(model: nn.Module, facts: Facts, regime: str, moved: Role | None, configuration: Configuration) -> Plan:
     rest = parse(_REST)
     blocks: dict[tuple[Configuration, float], dict[str, Shape]] = {}
-    for name, (shape, role) in _roles(model, facts).items():
+    roles = _roles(model, facts)
+    factors = rates.lr_factors({name: (facts.role(name, shape), shape) for name, (shape, _) in roles.items()}, regime)
+    for name, (shape, role) in roles.items():
         is_moved = moved is not None and role in _kind(moved)
-        factor = rates.lr_factor(facts.role(name, shape), shape, regime)
-        blocks.setdefault((configuration if is_moved else rest, factor), {})[name] = shape
+        blocks.setdefault((configuration if is_moved else rest, factors[name]), {})[name] = shape
     return Plan(tuple(Block(f"{each.alias} x{by:g}", each, shapes, by) for (each, by), shapes in blocks.items()))
 
 

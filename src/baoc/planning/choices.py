@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from baoc.core.configuration import BEYOND, CATALOG, REFERENCE, Configuration
 from baoc.core.mechanisms.normalised import Normalised
 from baoc.core.plan import PlanError
-from baoc.core.roles import HIDDEN, Role, canonical_name
+from baoc.core.roles import Role, canonical_name
 from baoc.core.spec import SMALL_NUMEL, Hyper, Shape
 from baoc.planning import cost, partition, patterns, rates
 from baoc.planning import risk as risks
@@ -172,11 +172,10 @@ class Choices:
         return unique([*others, *(PLURAL[Role.VECTOR] for _ in vectors)]), blocks
 
     def _rates(self) -> dict[str, float]:
-        """By parameter, what its role makes of the learning rate; without hidden weights, that is for what there is."""
-        has_hidden = any(role in HIDDEN for role in self._roles.values())
-        if self.settings.chosen_lr_match != rates.BY_ROLE or not has_hidden:
+        """By parameter, what its role makes of the learning rate."""
+        if self.settings.chosen_lr_match != rates.BY_ROLE:
             return dict.fromkeys(self._shapes, 1.0)
-        return {n: rates.lr_factor(self.facts.role(n, shape), shape, self.regime) for n, shape in self._shapes.items()}
+        return rates.lr_factors({n: (self.facts.role(n, s), s) for n, s in self._shapes.items()}, self.regime)
 
     def _times(self) -> NDArray[np.float64]:
         if self.settings.defaults.time_is_of == "update":

@@ -7,7 +7,9 @@ better with more while they are learned from scratch; what was trained before sh
 
 from __future__ import annotations
 
-from baoc.core.roles import Role
+from collections.abc import Mapping
+
+from baoc.core.roles import HIDDEN, Role
 from baoc.core.spec import Shape
 from baoc.profiling.facts import SCRATCH
 
@@ -21,6 +23,18 @@ MATCHES = {
 TABLE, VECTOR = 4.0, 2.0
 """Of the learning rate: for embeddings that are looked up, and for vectors."""
 _TALL = 2  # rows of a table to its columns: position embeddings of images and maps of patches are not looked up
+
+
+def lr_factors(params: Mapping[str, tuple[Role, Shape]], regime: str) -> dict[str, float]:
+    """Of all parameters of a model; without hidden weights, the learning rate is meant for what there is.
+
+    >>> table = {"words": (Role.EMBEDDING, (50257, 768))}
+    >>> lr_factors(table, "scratch"), lr_factors(table | {"up": (Role.MATRIX, (768, 768))}, "scratch")
+    ({'words': 1.0}, {'words': 4.0, 'up': 1.0})
+    """
+    if not any(role in HIDDEN for role, _ in params.values()):
+        return dict.fromkeys(params, 1.0)
+    return {name: lr_factor(role, shape, regime) for name, (role, shape) in params.items()}
 
 
 def lr_factor(role: Role, shape: Shape, regime: str) -> float:

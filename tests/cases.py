@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from baoc import BEYOND, CATALOG, BlockOptimizer, Configuration, parse
+from baoc import CATALOG, EXTENDED, BlockOptimizer, Configuration, parse
 
 CONFIGURATIONS: tuple[Configuration, ...] = (
     *CATALOG,
-    *BEYOND,
+    *EXTENDED,
     parse("adamw[m=bf16,v=int8]"),
     parse("adamw[m=int8,v=fp32]"),
     parse("adamw[m=int8,v=factored-bf16]"),

@@ -1,4 +1,4 @@
-"""A codec and a mechanism of each kind there is room for, outside of the package; `docs/extending.md` shows some."""
+"""Codecs, an update rule and a planner outside of the package. `docs/extending.md` shows some of them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import baoc
 from baoc import register_codec, register_mechanism
-from baoc.core.codecs import CODECS, Codec, Format, Held
-from baoc.core.codecs.dense import FP32Format
-from baoc.core.codecs.int8 import Int8Format, fits
+from baoc.core.codecs import CODECS, Codec, Format, FP32Format, Held, Int8Format
+from baoc.core.codecs.quantized import fits
 from baoc.core.mechanisms import MECHANISMS, Evidence, Mechanism
 from baoc.core.roles import Role
 from baoc.core.rounding import NOISE_ONE, Rounding
 from baoc.core.spec import SMALL_NUMEL, Buffer, Hyper, Reach, Scalars, Setting, Shape, Slot
+from baoc.planners.effects import EffectSession
 
 GROUP = 32
 
@@ -73,7 +75,7 @@ class Nibble(Codec):
 
 @dataclass(frozen=True)
 class HalvedFormat(Int8Format):
-    """Buffers just like int8's, but half as many exponents. C code that took it for int8 would overrun them."""
+    """Buffers like int8's, but half as many exponents. C code that took it for int8 would overrun them."""
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -106,7 +108,7 @@ TARGET_RMS = 0.2
 
 
 class Polar(Mechanism):
-    """Momentum with all singular values made one: a Muon, by plain Newton-Schulz."""
+    """Momentum with all singular values set to one: a Muon, by plain Newton-Schulz."""
 
     name = "polar"
     slots = (Slot("m", signed=True),)
@@ -142,12 +144,34 @@ class Polar(Mechanism):
         return TARGET_RMS
 
 
-_CODECS, _MECHANISM = (Nibble(), Halved()), Polar()  # one of each: layouts are cached with what they were made of
+@dataclass(frozen=True)
+class FirstThatFits:
+    """The first of some configurations that fits the budget, for all parameters."""
+
+    choices: tuple[str, ...] = ("adamw-8", "adamw[m=int8,v=factored]", "adamw[m=int4,v=factored]")
+    replan_every: int | None = None
+    reads_gradients: ClassVar[bool] = False
+    counts_tokens: ClassVar[bool] = False
+
+    def initial_plan(self, model: baoc.ModelFacts, budget: baoc.Budget) -> baoc.Plan:
+        limit = budget.device_bytes(model.reference_bytes())
+        roles = {name: model.role(name) for name in model.shapes}
+        for choice in self.choices:
+            plan = baoc.Plan.uniform(baoc.parse(choice), model.shapes, roles)
+            if limit is None or plan.state_bytes <= limit:
+                return plan
+        raise baoc.PlanError(f"no plan fits memory={budget.memory!r}: the smallest needs {plan.state_bytes} B.")
+
+    def start(self, params: Mapping[str, Tensor], model: baoc.ModelFacts) -> EffectSession:
+        return EffectSession(self)
+
+
+_CODECS, _MECHANISM = (Nibble(), Halved()), Polar()  # one object of each: layouts are cached with it
 
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """The toys, for as long as a test needs them."""
+    """Register the codecs and the update rule for a test."""
     for codec in _CODECS:
         register_codec(codec)
     register_mechanism(_MECHANISM)

@@ -1,1 +1,1 @@
-"""What everything else is said in: slots, codecs, mechanisms, configurations, roles and the plan file."""
+"""Configurations (update rule and codecs), parameter roles, plans and budgets: what all other packages build on."""

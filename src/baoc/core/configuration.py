@@ -1,12 +1,13 @@
-"""A configuration: a mechanism with one codec per state slot, and its one spelling.
+"""A configuration: an update rule with one codec per state slot, and its spelling.
 
->>> configuration = parse("adamw-8")
->>> str(configuration)
-'adamw[m=int8,v=int8]'
->>> configuration.state_bytes((768, 3072))
-4737024
->>> parse(str(configuration)) == configuration
-True
+Example:
+    >>> configuration = parse("adamw-8")
+    >>> str(configuration)
+    'adamw[m=int8,v=int8]'
+    >>> configuration.state_bytes((768, 3072))
+    4737024
+    >>> parse(str(configuration)) == configuration
+    True
 """
 
 from __future__ import annotations
@@ -31,12 +32,20 @@ _ELSE = re.compile(r"\s+else\s+")
 
 
 class ConfigurationError(ValueError):
-    """A configuration that cannot be spelled, or that makes no sense."""
+    """A spelling that cannot be read, or a configuration that does not exist."""
 
 
 @dataclass(frozen=True)
 class Switches:
-    """The paper's tuple (Definition 1), read off a configuration."""
+    """The paper's tuple of choices (Definition 1).
+
+    Args:
+        adaptive: the update is scaled by a second moment.
+        momentum: the update averages gradients.
+        decoupled: weight decay is decoupled from the gradient.
+        factored: the second moment is stored as row and column means.
+        bits: bits per stored number.
+    """
 
     adaptive: bool
     momentum: bool
@@ -47,21 +56,28 @@ class Switches:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Every byte that a configuration holds for one parameter, and what updates it."""
+    """The state of one parameter: every buffer, and the update rule that uses them.
 
-    configuration: Configuration  # after its mechanism's fallback for a tensor it is not made for
-    shape: Shape  # of the whole parameter
-    formats: tuple[Format, ...]  # one for each slot of the mechanism
-    buffers: Mapping[str, Buffer]  # by their key in the optimizer's state
+    Args:
+        configuration: the configuration, after the fallback for tensors that its update rule does not suit.
+        shape: global shape of the parameter.
+        formats: one format per slot.
+        buffers: buffer by key in the optimizer's state.
+    """
+
+    configuration: Configuration
+    shape: Shape
+    formats: tuple[Format, ...]
+    buffers: Mapping[str, Buffer]
 
     mechanism: Mechanism = field(init=False)
     reach: Reach = field(init=False)
     shares: bool = field(init=False)
-    """One element's gradient has a part in what happens to others, or would not show what it was."""
+    """A non-finite or huge gradient of one element would change other elements, or would stay in the state unseen."""
     nbytes: int = field(init=False)
     age_keys: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:  # not when first asked: torch.compile cannot trace that
+    def __post_init__(self) -> None:  # not lazily: torch.compile cannot trace cached properties
         mechanism = self.configuration.mechanism
         shares = mechanism.hides_spikes or mechanism.reach > Reach.ROWS or any(each.shares for each in self.formats)
         object.__setattr__(self, "mechanism", mechanism)
@@ -73,12 +89,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What one block of parameters is updated with. Build it with :func:`parse`."""
+    """An update rule with one codec per state slot. Build it with :func:`parse`.
+
+    Args:
+        mechanism_name: the update rule.
+        codec_names: pairs of slot and codec, in the rule's order of slots.
+        otherwise: the configuration of parameters that the rule does not suit. ``None``: the rule's own fallback.
+
+    Raises:
+        ConfigurationError: if a codec cannot store its slot.
+    """
 
     mechanism_name: str
-    codec_names: tuple[tuple[str, str], ...]  # (slot, codec), in the mechanism's slot order
+    codec_names: tuple[tuple[str, str], ...]
     otherwise: Configuration | None = None
-    """For parameters that the mechanism does not suit; ``None``: the mechanism's own fallback."""
 
     def __post_init__(self) -> None:
         for slot in self.slots:
@@ -97,17 +121,24 @@ class Configuration:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """What is held: the mechanism's slots without the optional ones that the spelling leaves out."""
+        """The rule's slots, without optional ones that the spelling leaves out."""
         held = {slot for slot, _ in self.codec_names}
         return tuple(slot for slot in self.mechanism.slots if slot.name in held)
 
     def codec(self, slot: str) -> Codec:
-        """How a slot is stored, where its shape allows it."""
+        """Return the codec of a slot.
+
+        Args:
+            slot: the name of the slot.
+
+        Returns:
+            The codec. Small and thin parameters may be stored in a simpler format than it says.
+        """
         return CODECS[dict(self.codec_names)[slot]]
 
     @property
     def switches(self) -> Switches:
-        """The paper's tuple, read off the mechanism and the codecs."""
+        """The paper's tuple of choices that describes this configuration."""
         mechanism = self.mechanism
         codecs = [self.codec(slot.name) for slot in self.slots]
         return Switches(
@@ -120,29 +151,53 @@ class Configuration:
 
     @property
     def alias(self) -> str:
-        """The paper's short name where there is one, else the spelling."""
+        """The short name, such as ``adamw-8``, if there is one, else the spelling."""
         return _alias_of(self)
 
     def suited(self, shape: Shape, role: Role) -> Configuration:
-        """Itself, or what it falls back to for a parameter that its mechanism is not made for.
+        """Return the configuration that a parameter gets: this one, or its fallback.
 
-        >>> configuration = parse("muon-8 else adamw-16")
-        >>> str(configuration.suited((64, 64), Role.MATRIX)), str(configuration.suited((64,), Role.VECTOR))
-        ('muon[m=int8]', 'adamw[m=bf16,v=bf16]')
+        Args:
+            shape: global shape of the parameter.
+            role: role of the parameter.
+
+        Returns:
+            A configuration whose update rule suits the parameter.
+
+        Example:
+            >>> configuration = parse("muon-8 else adamw-16")
+            >>> str(configuration.suited((64, 64), Role.MATRIX)), str(configuration.suited((64,), Role.VECTOR))
+            ('muon[m=int8]', 'adamw[m=bf16,v=bf16]')
         """
         if self.mechanism.suits(shape, role):
             return replace(self, otherwise=None) if self.otherwise else self
         return (self.otherwise or parse(self.mechanism.fallback)).suited(shape, role)
 
     def layout(self, shape: Shape, *, rows: int | None = None) -> Layout:
-        """What is held for a parameter of this global shape, or for ``rows`` of its dim 0 on one rank."""
+        """Return the layout of a parameter's state.
+
+        Args:
+            shape: global shape of the parameter.
+            rows: rows of dim 0 on this rank. ``None``: all.
+
+        Returns:
+            The layout.
+        """
         return _layout(self, tuple(shape), rows)
 
     def state_bytes(self, shape: Shape, *, rows: int | None = None) -> int:
-        """What is held for a parameter of this global shape, or for ``rows`` of it, to the byte.
+        """Return the bytes of a parameter's state, exactly.
 
-        >>> parse("adamw-8").state_bytes((1024, 1024)) / 1024**2
-        2.0078125
+        Args:
+            shape: global shape of the parameter.
+            rows: rows of dim 0 on this rank. ``None``: all.
+
+        Returns:
+            Bytes of state.
+
+        Example:
+            >>> parse("adamw-8").state_bytes((1024, 1024)) / 1024**2
+            2.0078125
         """
         return self.layout(shape, rows=rows).nbytes
 
@@ -153,14 +208,24 @@ class Configuration:
 
 
 def parse(spelling: str | Configuration) -> Configuration:
-    """Read a configuration from its spelling or from one of the paper's names.
+    """Read a configuration from its spelling or short name.
 
-    A mechanism that does not suit all parameters may be followed by what the others get.
+    Args:
+        spelling: a rule with a codec per slot, like ``"adamw[m=int8,v=factored]"``, or a short name, like
+            ``"adamw-8"``. ``else`` and another spelling may follow, for parameters that the rule does not suit. A
+            configuration is returned as it is.
 
-    >>> str(parse("sgdm-16")), str(parse("adafactor")), str(parse("adamw[v=factored]"))
-    ('sgdm[m=bf16]', 'adafactor[v=factored]', 'adamw[m=fp32,v=factored]')
-    >>> str(parse("spectral else colnorm else adamw-8"))
-    'spectral else colnorm else adamw[m=int8,v=int8]'
+    Returns:
+        The configuration.
+
+    Raises:
+        ConfigurationError: if there is no such configuration.
+
+    Example:
+        >>> str(parse("sgdm-16")), str(parse("adafactor")), str(parse("adamw[v=factored]"))
+        ('sgdm[m=bf16]', 'adafactor[v=factored]', 'adamw[m=fp32,v=factored]')
+        >>> str(parse("spectral else colnorm else adamw-8"))
+        'spectral else colnorm else adamw[m=int8,v=int8]'
     """
     if isinstance(spelling, Configuration):
         return spelling
@@ -179,12 +244,12 @@ def _parsed(spelling: str) -> Configuration:
     match = _SPELLING.fullmatch(first.replace(" ", ""))
     if match is None:
         raise ConfigurationError(
-            f"cannot read the configuration {spelling!r}. Write a mechanism with a codec per slot, like "
+            f"cannot read the configuration {spelling!r}. Write an update rule with a codec per slot, like "
             "'adamw[m=int8,v=int8]', or a short name like 'adamw-8'."
         )
     name = match["mechanism"]
     if name not in MECHANISMS:
-        raise ConfigurationError(f"unknown mechanism {name!r} in {spelling!r}. {_suggest(name, MECHANISMS)}")
+        raise ConfigurationError(f"unknown update rule {name!r} in {spelling!r}. {_suggest(name, MECHANISMS)}")
     mechanism = MECHANISMS[name]
     codecs = {slot.name: mechanism.default_codecs.get(slot.name, "fp32") for slot in mechanism.slots}
     named = _read_slots(spelling, mechanism, match["slots"]) if match["slots"] else {}
@@ -198,19 +263,29 @@ def _parsed(spelling: str) -> Configuration:
 
 
 def from_switches(switches: Switches) -> Configuration:
-    """The configuration of a tuple of the paper's Definition 1; an error with the reason where there is none.
+    """Return the configuration of a tuple of the paper's Definition 1.
 
-    >>> str(from_switches(Switches(adaptive=True, momentum=True, decoupled=True, factored=True, bits=8)))
-    'adamw[m=int8,v=factored]'
+    Args:
+        switches: the tuple.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ConfigurationError: if the tuple contradicts itself.
+
+    Example:
+        >>> str(from_switches(Switches(adaptive=True, momentum=True, decoupled=True, factored=True, bits=8)))
+        'adamw[m=int8,v=factored]'
     """
     if switches.factored and not switches.adaptive:
         raise ConfigurationError(
-            "a factored SGD makes no sense: only a second moment can be factored, and SGD keeps none. "
-            "Use adaptive scaling, or drop the factorization."
+            "factored=True needs adaptive=True: only a second moment can be factored, and SGD has none. "
+            "Set adaptive=True or factored=False."
         )
     if switches.adaptive and not switches.momentum and not switches.decoupled:
         raise ConfigurationError(
-            "adaptive scaling without momentum is Adafactor, whose weight decay is decoupled. Set decoupled=True."
+            "adaptive=True without momentum is Adafactor, which has decoupled weight decay. Set decoupled=True."
         )
     if not switches.adaptive:
         name = "sgd" + "w" * switches.decoupled + "m" * switches.momentum
@@ -235,20 +310,20 @@ def _catalog() -> tuple[Configuration, ...]:
 
 
 def _catalog_order(configuration: Configuration) -> tuple[int, bool, int]:
-    """Best-understood first: AdamW, Adam, Adafactor, SGD; dense before factored; wide before narrow."""
+    """Order by family (AdamW, Adam, Adafactor, SGD), then dense before factored, then wide before narrow."""
     switches = configuration.switches
     families = ("adamw", "adam", "adafactor", "sgdwm", "sgdm", "sgdw", "sgd")
     return families.index(configuration.mechanism_name), switches.factored, -switches.bits
 
 
 def _at_bits(codec: str, bits: int) -> str:
-    """A mechanism's own codec for a slot, at another width where it has several."""
+    """Return an update rule's own codec for a slot at another width."""
     dense = _BITS_TO_CODEC[bits]
     if codec == "fp32":
         return dense
     found = codec if dense == "fp32" else f"{codec}-{dense}"
     if found not in CODECS:
-        raise ConfigurationError(f"there is no {codec!r} in {bits} bits. Known: {_known(CODECS)}.")
+        raise ConfigurationError(f"codec {codec!r} has no {bits}-bit variant. Known codecs: {_known(CODECS)}.")
     return found
 
 
@@ -262,7 +337,7 @@ def _read_slots(spelling: str, mechanism: Mechanism, text: str) -> dict[str, str
             raise ConfigurationError(f"slot {slot!r} in {spelling!r} {problem}. Write slot=codec once for each slot.")
         if slot not in slots:
             keeps = f"keeps {_known(slots)}" if slots else "keeps no state, so it has no slots"
-            raise ConfigurationError(f"{mechanism.name} has no slot {slot!r} in {spelling!r}: it {keeps}.")
+            raise ConfigurationError(f"{mechanism.name} has no slot {slot!r} (in {spelling!r}): it {keeps}.")
         if codec not in CODECS:
             raise ConfigurationError(f"unknown codec {codec!r} in {spelling!r}. {_suggest(codec, CODECS)}")
         read[slot] = codec
@@ -271,7 +346,7 @@ def _read_slots(spelling: str, mechanism: Mechanism, text: str) -> dict[str, str
 
 def _refusal(codec: Codec, slot: Slot) -> str | None:
     if slot.codecs and codec.name not in slot.codecs:
-        return "nothing else was made for it"
+        return "the slot has a codec of its own"
     return codec.refusal(slot)
 
 
@@ -314,15 +389,15 @@ def _alias_of(configuration: Configuration) -> str:
         try:
             if parse(short) == configuration:
                 return short
-        except ConfigurationError:  # one of the slots has no such width
+        except ConfigurationError:  # a slot has no codec of this width
             continue
     return str(configuration)
 
 
 CATALOG: tuple[Configuration, ...] = _catalog()
-"""The paper's 21 configurations (17 different ones) and the other tuples of its Definition 1 that make sense."""
+"""The paper's 21 configurations (17 distinct ones), and all other valid tuples of its Definition 1."""
 
-BEYOND: tuple[Configuration, ...] = tuple(
+EXTENDED: tuple[Configuration, ...] = tuple(
     parse(spelling)
     for spelling in (
         *("muon-32", "muon-16", "muon-8", "muon-4", "normuon-32", "normuon-16", "normuon-8", "normuon-4", "spectral"),
@@ -331,7 +406,7 @@ BEYOND: tuple[Configuration, ...] = tuple(
         *("adamw[m=int8,v=row-mean]", "adamw[m=int8,v=col-mean]", "adamw[m=int4,v=row-mean]"),
     )
 )
-"""What the paper does not have: normalised mechanisms, four bits, second moments along one axis."""
+"""Configurations beyond the paper's: normalised update rules, 4-bit state, second moments along one axis."""
 
-REFERENCE: Configuration = parse("adamw-16")
-"""Budgets and time ratios are relative to this one."""
+BUDGET_REFERENCE: Configuration = parse("adamw-16")
+"""AdamW16, the budget reference: memory budgets and time ratios are relative to it."""

@@ -1,9 +1,10 @@
-"""What a parameter is in its model. Mechanisms that work on whole matrices suit some roles and not others.
+"""The role of a parameter in its model. Update rules that work on whole matrices suit some roles only.
 
->>> from torch import Tensor, nn
->>> model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 100))
->>> {name: role.value for name, role in roles_of(model).items() if name.endswith("weight")}
-{'0.weight': 'embedding', '1.weight': 'matrix', '2.weight': 'vector', '3.weight': 'head'}
+Example:
+    >>> from torch import Tensor, nn
+    >>> model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 100))
+    >>> {name: role.value for name, role in roles_of(model).items() if name.endswith("weight")}
+    {'0.weight': 'embedding', '1.weight': 'matrix', '2.weight': 'vector', '3.weight': 'head'}
 """
 
 from __future__ import annotations
@@ -17,48 +18,75 @@ from torch import Tensor, nn
 
 from baoc.core.spec import Shape, real_shape
 
-_KERNEL_SIDE = 16  # the last dim of a 3-d tensor: a convolution's kernel is shorter, a matrix of a stack is not
+_KERNEL_SIDE = 16  # a 3-d tensor with a shorter last dim is a convolution, otherwise a stack of matrices
 _EMBEDDING_NAME = re.compile(r"(^|[._])(w[tp]e|emb|embed\w*|[a-z]+_emb\w*|cls_token)(?=[._]|$)", re.IGNORECASE)
-# but for lm_head, not in a layer, which has a number: attentions there have a proj_out too
+# Apart from lm_head, only outside of numbered layers: attention layers have a proj_out too.
 _HEAD_NAME = re.compile(
     r"(^|\.)lm_head(?=\.|$)|^([a-z_]+\.)*(head|classifier|proj_out|conv_out)(?=\.|$)", re.IGNORECASE
 )
+_LAYER = re.compile(r"^(.*?\.?\d+)(\.|$)")
 _LETTER = re.compile(r"[^\W\d]")
-_LONG = 8  # times as long as wide: more than an MLP's matrix, and less than most vocabularies
+_LONG = 8  # height over width: more than an MLP's matrix has, and less than most vocabularies
 _WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class Role(Enum):
-    """What a parameter is."""
+    """What a parameter is in its model."""
 
     VECTOR = "vector"  # a bias, a norm's gain, a scalar
-    MATRIX = "matrix"  # a hidden one
-    STACK = "stack"  # of matrices, such as experts
+    MATRIX = "matrix"  # between hidden features
+    STACK = "stack"  # of such matrices, for example experts
     CONVOLUTION = "convolution"
-    EMBEDDING = "embedding"  # of tokens or positions: a row is looked up
+    EMBEDDING = "embedding"  # of tokens or positions: rows are looked up
     HEAD = "head"  # from features to classes or tokens
 
 
 HIDDEN = (Role.MATRIX, Role.STACK, Role.CONVOLUTION)
-"""Weights between hidden features."""
+"""Roles of weights between hidden features."""
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name without the parts that ``torch.compile``, FSDP and activation checkpointing put into it.
+    """Remove what ``torch.compile``, FSDP and activation checkpointing add to a parameter's name.
 
-    >>> canonical_name("_orig_mod.h.0._checkpoint_wrapped_module.attn.weight")
-    'h.0.attn.weight'
+    Args:
+        name: the parameter's name.
+
+    Returns:
+        The name in the model without wrappers.
+
+    Example:
+        >>> canonical_name("_orig_mod.h.0._checkpoint_wrapped_module.attn.weight")
+        'h.0.attn.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 
-def role_of(shape: Shape, name: str = "") -> Role:
-    """The role by shape, and by name where one is given and says more.
+def layer_of(name: str) -> str:
+    """Return the layer that a parameter is in: its name up to the first number, or its module.
 
-    >>> [role_of(shape).value for shape in ((64,), (64, 64), (8, 64, 64), (64, 32, 3, 3), (64, 32, 5))]
-    ['vector', 'matrix', 'stack', 'convolution', 'convolution']
-    >>> role_of((50257, 768), "transformer.wte.weight").value, role_of((50257, 768), "lm_head.weight").value
-    ('embedding', 'head')
+    Example:
+        >>> [layer_of(name) for name in ("transformer.h.11.attn.weight", "transformer.wte.weight", "scale")]
+        ['transformer.h.11', 'transformer.wte', 'scale']
+    """
+    numbered = _LAYER.match(name)
+    return numbered[1] if numbered else name.rpartition(".")[0] or name
+
+
+def role_of(shape: Shape, name: str = "") -> Role:
+    """Return the role that a shape, and a name if there is one, suggest.
+
+    Args:
+        shape: the parameter's global shape.
+        name: its name. Embeddings and heads cannot be told from other matrices without it.
+
+    Returns:
+        The role.
+
+    Example:
+        >>> [role_of(shape).value for shape in ((64,), (64, 64), (8, 64, 64), (64, 32, 3, 3), (64, 32, 5))]
+        ['vector', 'matrix', 'stack', 'convolution', 'convolution']
+        >>> role_of((50257, 768), "transformer.wte.weight").value, role_of((50257, 768), "lm_head.weight").value
+        ('embedding', 'head')
     """
     if len(shape) < 2:
         return Role.VECTOR
@@ -72,11 +100,18 @@ def role_of(shape: Shape, name: str = "") -> Role:
 
 
 def roles_of(model: nn.Module) -> dict[str, Role]:
-    """The role of every parameter, by module types first: embeddings, and the last map of the model, which is the head.
+    """Return the role of every parameter of a model, by module type where it is known and else by name and shape.
 
-    >>> unet = nn.ModuleDict({"mid": nn.ModuleList([nn.Conv2d(8, 8, 3), nn.Linear(8, 8)]), "out": nn.Conv2d(8, 3, 3)})
-    >>> {name: role.value for name, role in roles_of(unet).items() if name.endswith("weight")}
-    {'mid.0.weight': 'convolution', 'mid.1.weight': 'matrix', 'out.weight': 'head'}
+    Args:
+        model: the model. Its last linear or convolution layer is the head.
+
+    Returns:
+        Role by canonical parameter name.
+
+    Example:
+        >>> unet = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Linear(8, 8), nn.Conv2d(8, 3, 3))
+        >>> {name: role.value for name, role in roles_of(unet).items() if name.endswith("weight")}
+        {'0.weight': 'convolution', '1.weight': 'matrix', '2.weight': 'head'}
     """
     by_module: dict[int, Role] = {}
     last: Tensor | None = None
@@ -87,7 +122,7 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
             last = module.weight
             if isinstance(module, nn.Linear):
                 by_module.setdefault(id(module.weight), Role.MATRIX)
-    if last is not None and by_module.get(id(last)) is not Role.EMBEDDING:  # a tied head is an embedding
+    if last is not None and by_module.get(id(last)) is not Role.EMBEDDING:  # a tied head counts as an embedding
         by_module[id(last)] = Role.HEAD
     return {
         canonical_name(name): by_module.get(id(param)) or role_of(real_shape(param), canonical_name(name))
@@ -96,19 +131,33 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
 
 
 def roles_by_name(shapes: Mapping[str, Shape]) -> dict[str, Role]:
-    """The role of every parameter where there is no module to ask."""
+    """Return the role of every parameter from names and shapes alone.
+
+    Args:
+        shapes: global shape by parameter name.
+
+    Returns:
+        Role by parameter name.
+    """
     return {name: role_of(shape, name) for name, shape in shapes.items()}
 
 
 def roles_by_place(shapes: Mapping[str, Shape]) -> dict[str, Role]:
-    """Likewise, for a whole model whose parameters may have no names but numbers: a guess by their order.
+    """Return the role of every parameter of a whole model whose parameters may have numbers for names.
 
-    The first matrix is taken for an embedding and the last for a head, and one that is far longer than wide for an
-    embedding.
+    If names have letters, they decide. Otherwise this is a guess by order: the first matrix is an embedding, the last
+    one a head, and one that is far longer than wide an embedding.
 
-    >>> roles = roles_by_place({"0.0": (512, 64), "0.1": (64, 64), "0.2": (64,), "0.3": (64, 64)})
-    >>> [role.value for role in roles.values()]
-    ['embedding', 'matrix', 'vector', 'head']
+    Args:
+        shapes: global shape by parameter name, in the model's order.
+
+    Returns:
+        Role by parameter name.
+
+    Example:
+        >>> roles = roles_by_place({"0.0": (512, 64), "0.1": (64, 64), "0.2": (64,), "0.3": (64, 64)})
+        >>> [role.value for role in roles.values()]
+        ['embedding', 'matrix', 'vector', 'head']
     """
     roles = roles_by_name(shapes)
     matrices = [name for name, role in roles.items() if role is Role.MATRIX]
@@ -119,19 +168,33 @@ def roles_by_place(shapes: Mapping[str, Shape]) -> dict[str, Role]:
 
 
 def matrix_shape(shape: Shape) -> Shape:
-    """A tensor's shape with each dim-0 row as a matrix of a stack, or as one row of a matrix.
+    """Return a tensor's shape as a matrix or as a stack of matrices, with its own dim 0.
 
-    >>> matrix_shape((768, 3072)), matrix_shape((8, 64, 32)), matrix_shape((64, 32, 3, 3))
-    ((768, 3072), (8, 64, 32), (64, 288))
+    Args:
+        shape: the tensor's shape.
+
+    Returns:
+        ``(rows, cols)``, or ``(matrices, rows, cols)`` for a stack.
+
+    Example:
+        >>> matrix_shape((768, 3072)), matrix_shape((8, 64, 32)), matrix_shape((64, 32, 3, 3))
+        ((768, 3072), (8, 64, 32), (64, 288))
     """
     return shape if role_of(shape) is Role.STACK else as_matrices(shape)[1:]
 
 
 def as_matrices(shape: Shape) -> tuple[int, int, int]:
-    """A tensor as (matrices, rows, columns): a stack is a batch, a convolution has its outputs for rows.
+    """Return a tensor's shape as a batch of matrices. The rows of a convolution are its outputs.
 
-    >>> as_matrices((768, 3072)), as_matrices((8, 64, 32)), as_matrices((64, 32, 3, 3))
-    ((1, 768, 3072), (8, 64, 32), (1, 64, 288))
+    Args:
+        shape: the tensor's shape.
+
+    Returns:
+        ``(matrices, rows, cols)``.
+
+    Example:
+        >>> as_matrices((768, 3072)), as_matrices((8, 64, 32)), as_matrices((64, 32, 3, 3))
+        ((1, 768, 3072), (8, 64, 32), (1, 64, 288))
     """
     if role_of(shape) is Role.STACK:
         return shape[0], shape[1], shape[2]

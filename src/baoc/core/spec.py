@@ -1,8 +1,8 @@
-"""The vocabulary of the package: shapes, slots, buffers, hyper-parameters, and how far a computation reaches.
+"""Shared vocabulary: shapes, state slots, buffers, hyper-parameters and reach.
 
-A *mechanism* (:mod:`baoc.core.mechanisms`) says what is remembered about a parameter and holds the update in plain fp32
-math. A *codec* (:mod:`baoc.core.codecs`) says how one remembered tensor, a *slot*, is stored. A configuration is a
-mechanism with one codec per slot.
+A *mechanism* (:mod:`baoc.core.mechanisms`) is an update rule: it defines which state is kept per parameter and computes
+the update in fp32. A *codec* (:mod:`baoc.core.codecs`) defines how one state tensor, a *slot*, is stored. A
+configuration is a mechanism with one codec per slot.
 """
 
 from __future__ import annotations
@@ -25,85 +25,131 @@ DEFAULT_BETAS = (0.9, 0.999)
 FP32_TINY = torch.finfo(torch.float32).tiny
 
 SMALL_NUMEL = 4096
-"""Parameters with fewer elements (by their global shape) keep fp32 state in every configuration."""
+"""Parameters with fewer elements (of their global shape) keep fp32 state in every configuration."""
 
 SPIKE = 2.0**56
-"""A gradient as large as this is an accident, and sums of a few such squares overflow fp32. Where elements share
-numbers (a group's scale, a row's mean, a norm), it would spoil them all: there it is left out of the state."""
+"""The smallest gradient that is treated as a spike. The squares of a few such elements overflow fp32. Where elements
+share numbers (a group's scale, a row's mean, a norm), one spike would spoil them all, so the state leaves it out."""
 
 
 def real_shape(tensor: Tensor) -> Shape:
-    """A parameter's shape as layouts see it: a complex one is a real one with a last dim of 2."""
+    """Return a parameter's shape as layouts see it.
+
+    Args:
+        tensor: the parameter.
+
+    Returns:
+        Its shape. A complex parameter counts as a real one with a last dim of 2.
+    """
     return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
 
 
 class Reach(IntEnum):
-    """How much of a parameter must be seen at once. Kernels and sharding read it."""
+    """How much of a parameter a computation needs at once. Kernels and sharding depend on it."""
 
     ROWS = 0  # any rows by themselves
-    SUMS = 1  # sums over the tensor (factors, norms, an RMS) come first, then any rows
+    SUMS = 1  # first sums over the tensor (factors, norms, an RMS), then any rows
     MATRIX = 2  # a whole matrix
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One stored tensor: what a format will hold, known from a shape alone.
+    """One stored tensor, known before it is allocated.
 
-    >>> Buffer("codes", (768, 3072), torch.int8).nbytes
-    2359296
+    Args:
+        name: the name within its format.
+        shape: the shape on this rank.
+        dtype: the dtype.
+        by_rows: dim 0 is dim 0 of the parameter and is sharded with it. Otherwise every rank holds all of the buffer.
+
+    Example:
+        >>> Buffer("codes", (768, 3072), torch.int8).nbytes
+        2359296
     """
 
     name: str
-    shape: Shape  # of what is held here
+    shape: Shape
     dtype: torch.dtype
     by_rows: bool = True
-    """Dim 0 is the parameter's, and cut where that is; else it is of all rows, and whole on every rank."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One thing a mechanism remembers per parameter element, for example Adam's first moment ``m``."""
+    """One state tensor of an update rule, for example Adam's first moment ``m``.
+
+    Args:
+        name: the name in spellings and in the optimizer's state.
+        signed: a signed slot averages gradients, an unsigned one their squares.
+        age_is_state: the age sets the decay during the whole run, not only the bias correction at its start. It is then
+            held as a tensor and counted, as ``step`` in ``torch.optim.Adafactor``.
+        optional: a spelling that leaves the slot out runs without it.
+        of_direction: the slot averages the finished direction of a matrix instead of the gradient.
+        codecs: the only codecs that can store it. Empty: all that do not refuse it.
+        torch_dims: factors are taken over the last two dims, as in ``torch.optim.Adafactor``, instead of over the
+            tensor as matrices.
+        divides: the slot that the update divides by the root of this one. Where rounding makes this slot smaller for an
+            element with zero gradient, kernels shrink that slot by the root of the same ratio. The element then moves
+            no further than with exact state.
+    """
 
     name: str
     signed: bool
-    """A signed slot averages gradients, an unsigned one their squares."""
     age_is_state: bool = False
-    """The age decides the decay for the whole run (not only the bias correction at its start), so it is held as a
-    tensor and its bytes are counted, as ``torch.optim.Adafactor`` does with ``step``."""
     optional: bool = False
-    """A spelling that leaves it out does without it: nothing is held, and the mechanism sees no such slot."""
     of_direction: bool = False
-    """It averages the finished direction of a matrix, not the gradient."""
     codecs: tuple[str, ...] = ()
-    """The only ones that can store it; empty: those that do not refuse it."""
     torch_dims: bool = False
-    """Factors are of the last two dims, as in ``torch.optim.Adafactor``, not of the tensor as matrices."""
     divides: str | None = None
-    """The slot that is divided by the root of this one: what of this one is lost in rounding, that one may not keep
-    for an element without gradient, which would move further otherwise than exact state takes it."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A hyper-parameter that belongs to a mechanism. It is a key of every param group, with this default."""
+    """A hyper-parameter of one update rule. Every param group has it as a key.
+
+    Args:
+        name: the key.
+        default: the value of groups that do not set it.
+        wanted: what a valid value is, for errors.
+        accepts: whether a value is valid.
+        help: what it does, in one line.
+    """
 
     name: str
     default: Any
-    wanted: str  # what a right value is, for errors
+    wanted: str
     accepts: Callable[[Any], bool] = field(compare=False, repr=False)
     help: str = ""
 
     def of(self, hyper: Hyper) -> Any:
+        """Return the value of a param group.
+
+        Args:
+            hyper: the group's hyper-parameters.
+
+        Returns:
+            The group's value, or the default.
+        """
         return hyper.settings.get(self.name, self.default)
 
 
 @dataclass(frozen=True)
 class Hyper:
-    """The hyper-parameters of one param group at one step."""
+    """The hyper-parameters of one param group at one step.
+
+    Args:
+        lr: the learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the denominator.
+        weight_decay: weight decay. Decoupled decay uses ``lr`` without ``lr_scale``.
+        lr_scale: the learning-rate multiplier of a block.
+        settings: settings of update rules, by name. Read one with :meth:`Setting.of`.
+    """
 
     lr: float
     beta1: float = DEFAULT_BETAS[0]
@@ -111,6 +157,4 @@ class Hyper:
     eps: float = 1e-8
     weight_decay: float = 0.0
     lr_scale: float = 1.0
-    """Matches a block's mechanism to the one the user's lr was tuned for. Decoupled decay uses the unscaled lr."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Those that belong to mechanisms; read one with :meth:`Setting.of`."""

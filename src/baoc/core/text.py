@@ -1,21 +1,40 @@
-"""What a person reads: sizes, plain-text tables, and what is wrong with a name."""
+"""Text for people: sizes, tables, notices, and errors about argument names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ParamSpec
+
+import torch.distributed as dist
+
+logger = logging.getLogger("baoc")
+
+P = ParamSpec("P")
 
 WIDTH = 80  # columns of a terminal
+QUIET = "BAOC_QUIET"
 _SHORTEST = 12
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def human_bytes(nbytes: float) -> str:
-    """Bytes in the largest binary unit that keeps the number above one.
+    """Format bytes in the largest binary unit that keeps the number above one.
 
-    >>> human_bytes(498232320), human_bytes(12)
-    ('475.2 MiB', '12 B')
+    Args:
+        nbytes: the size.
+
+    Returns:
+        The size with its unit.
+
+    Example:
+        >>> human_bytes(498232320), human_bytes(12)
+        ('475.2 MiB', '12 B')
     """
     size = float(nbytes)
     for unit in _UNITS:
@@ -26,10 +45,17 @@ def human_bytes(nbytes: float) -> str:
 
 
 def human_count(count: int) -> str:
-    """A count of parameters, shortened.
+    """Format a number of parameters.
 
-    >>> human_count(124439808), human_count(768)
-    ('124.4M', '768')
+    Args:
+        count: the number.
+
+    Returns:
+        The number, rounded, with K, M or B.
+
+    Example:
+        >>> human_count(124439808), human_count(768)
+        ('124.4M', '768')
     """
     for factor, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= 10 * factor or (count >= factor and factor > 10**3):
@@ -37,11 +63,37 @@ def human_count(count: int) -> str:
     return str(count)
 
 
-def shortened(name: str, width: int) -> str:
-    """A name without its middle, if it is too long: both ends of a path tell more, and so does a layer's number.
+def printable(text: str) -> str:
+    r"""Escape characters that a terminal would interpret, such as escape sequences and line breaks.
 
-    >>> shortened("model.layers.11.self_attn.q_proj.weight", 24), shortened("head.weight", 24)
-    ('model..11.._proj.weight', 'head.weight')
+    Args:
+        text: text from outside, such as a name in a plan file.
+
+    Returns:
+        Text that is safe to print in one line.
+
+    Example:
+        >>> printable("layer\x1b[31m\n0")
+        'layer\\x1b[31m\\n0'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(name: str, width: int) -> str:
+    """Cut the middle out of a name that is too long. Its ends and a layer's number say the most.
+
+    Args:
+        name: the name, with parts between dots.
+        width: the most characters.
+
+    Returns:
+        The name, or its two ends and its last number.
+
+    Example:
+        >>> shortened("model.layers.11.self_attn.q_proj.weight", 24), shortened("head.weight", 24)
+        ('model..11.._proj.weight', 'head.weight')
     """
     if len(name) <= width:
         return name
@@ -50,7 +102,7 @@ def shortened(name: str, width: int) -> str:
         room = width - len(cut)
         tail = 2 * room // 3
         begin, end = name[: room - tail], name[len(name) - tail :]
-        if cut == ".." or cut[1:-1] in name[len(begin) - 1 : len(name) - tail + 1]:  # else it is there already
+        if cut == ".." or cut[1:-1] in name[len(begin) - 1 : len(name) - tail + 1]:  # else one of the ends has it
             break
     return f"{begin.rstrip('.')}{cut}{end.lstrip('.')}"
 
@@ -62,17 +114,25 @@ def table(
     right: Sequence[str] = (),
     shorten: str | None = None,
 ) -> str:
-    """Align columns; those named in ``right`` to the right.
+    """Align rows of cells in columns. Cells are made :func:`printable`.
 
-    Names in the column ``shorten`` lose their middle where the table would else be wider than 80 columns.
+    Args:
+        header: the names of the columns.
+        rows: the cells.
+        right: columns to align to the right.
+        shorten: the column whose names are cut so that the table has at most 80 columns of text.
 
-    >>> print(table(["name", "bytes"], [["a", 1], ["bcd", 100]], right=["bytes"]))
-    name  bytes
-    ----  -----
-    a         1
-    bcd     100
+    Returns:
+        The lines of the table.
+
+    Example:
+        >>> print(table(["name", "bytes"], [["a", 1], ["bcd", 100]], right=["bytes"]))
+        name  bytes
+        ----  -----
+        a         1
+        bcd     100
     """
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     if shorten is not None:
         index = header.index(shorten)
         others = [max(map(len, column)) for column in zip(header, *cells)]
@@ -92,8 +152,6 @@ def table(
 
 
 _MEANT = {
-    "steps": "warmup",
-    "warmup_steps": "warmup",
     "budget": "memory",
     "learning_rate": "lr",
     "momentum": "betas",
@@ -101,24 +159,91 @@ _MEANT = {
     "beta2": "betas",
     "bits": "plan",
     "configuration": "plan",
-    "verbose": "quiet",
+    "quiet": "verbose",
     "offload": "host_memory",
     "host_memory": "offload",
 }
-"""Names that other libraries have for the same, or nearly."""
+"""Names of other libraries or classes for the same argument, or nearly the same."""
 
 
-def check_names(settings: Mapping[str, Any], caller: str, known: Iterable[str]) -> None:
-    """Raise if a keyword argument is none of those that are known.
+def check_names(
+    settings: Mapping[str, Any], caller: str, known: Iterable[str], moved: Mapping[str, str] | None = None
+) -> None:
+    """Raise if a keyword argument is unknown, and name the closest known one.
 
-    >>> check_names({"steps": 3}, "BAOC", ["memory", "warmup"])
-    Traceback (most recent call last):
-    TypeError: BAOC has no argument 'steps'. Did you mean 'warmup'?
+    Args:
+        settings: the keyword arguments.
+        caller: the function or class, for the error.
+        known: the names that are accepted.
+        moved: for names that another object accepts, where they belong, such as
+            ``{"warmup": "planner=PaperPlanner(warmup=...)"}``.
+
+    Raises:
+        TypeError: for the first unknown name.
+
+    Example:
+        >>> check_names({"budget": 3}, "BAOC", ["memory", "lr"])
+        Traceback (most recent call last):
+        TypeError: BAOC has no argument 'budget'. Did you mean 'memory'?
+        >>> check_names({"warmup": 50}, "BAOC", ["lr"], {"warmup": "planner=PaperPlanner(warmup=...)"})
+        Traceback (most recent call last):
+        TypeError: BAOC has no argument 'warmup': it is now planner=PaperPlanner(warmup=...).
     """
-    known = sorted(known)
+    known, moved = sorted(known), moved or {}
     for name in settings:
-        if name not in known:
-            meant = [_MEANT[name]] if _MEANT.get(name) in known else []
-            close = meant or get_close_matches(name, known, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(known)}."
-            raise TypeError(f"{caller} has no argument {name!r}. {hint}")
+        if name in known:
+            continue
+        if name in moved:
+            raise TypeError(f"{caller} has no argument {name!r}: it is now {moved[name]}.")
+        meant = [_MEANT[name]] if _MEANT.get(name) in known else []
+        close = meant or get_close_matches(name, [*known, *moved], n=1)
+        hint = f"Did you mean {moved.get(close[0], repr(close[0]))}?" if close else f"Known: {', '.join(known)}."
+        raise TypeError(f"{caller} has no argument {name!r}. {hint}")
+
+
+def names_checked(
+    caller: str, moved: Callable[[], Mapping[str, str]]
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Return a decorator that lets a constructor call :func:`check_names` for its keyword arguments.
+
+    Args:
+        caller: the class, for the error.
+        moved: returns where names of other objects belong. It is only called for an error.
+    """
+
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        known = inspect.signature(init).parameters.keys() - {"self"}
+
+        @functools.wraps(init)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+            if not kwargs.keys() <= known:
+                check_names(kwargs, caller, known, moved())
+            init(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def notice(message: str, *, quiet: bool = False) -> None:
+    """Tell the person who started the run something once, on the first rank only.
+
+    The message is an INFO record of the logger ``baoc``. If logging has no handlers, nobody would see that record, so
+    the message also goes to stderr.
+
+    Args:
+        message: the text.
+        quiet: keep it from stderr. The environment variable ``BAOC_QUIET=1`` does the same.
+    """
+    if not is_first_rank():
+        return
+    logger.info(message)
+    if not quiet and os.environ.get(QUIET, "0") in ("", "0") and not logger.hasHandlers():
+        print(f"baoc: {message}", file=sys.stderr)
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is the first rank, or the only process."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") in ("", "0")  # torchrun's, before the process group exists

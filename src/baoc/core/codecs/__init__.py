@@ -1,34 +1,65 @@
-"""How a slot is stored. One file per family; a new codec is one class, its format, and one line here."""
+"""Codecs: how state is stored. One file per family; a new codec is one class, its format, and one line here."""
 
 from __future__ import annotations
 
-from baoc.core.codecs.base import Codec, Format, Held, SummedFormat
-from baoc.core.codecs.dense import BF16, FP32
-from baoc.core.codecs.factored import Factored, FactoredBF16, FactoredInt8
-from baoc.core.codecs.int4 import Int4
-from baoc.core.codecs.int8 import Int8
-from baoc.core.codecs.mean import ColMean, RowMean
+from baoc.core.codecs.base import BF16, FP32, BF16Format, Codec, Format, FP32Format, Held, SummedFormat
+from baoc.core.codecs.factored import (
+    ColMean,
+    ColMeanFormat,
+    Factored,
+    FactoredBF16,
+    FactoredFormat,
+    FactoredInt8,
+    MeanFormat,
+    RowMean,
+    RowMeanFormat,
+)
+from baoc.core.codecs.quantized import Int4, Int4Format, Int8, Int8Format
 
 CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (FP32(), BF16(), Int8(), Int4(), Factored(), FactoredBF16(), FactoredInt8(), RowMean(), ColMean())
 }
+"""Every known codec, by name."""
 
-__all__ = ["CODECS", "Codec", "Format", "Held", "SummedFormat", "register_codec"]
+__all__ = [
+    "CODECS",
+    "BF16Format",
+    "Codec",
+    "ColMeanFormat",
+    "FP32Format",
+    "FactoredFormat",
+    "Format",
+    "Held",
+    "Int4Format",
+    "Int8Format",
+    "MeanFormat",
+    "RowMeanFormat",
+    "SummedFormat",
+    "register_codec",
+]
 
 
 def register_codec(codec: Codec) -> Codec:
-    """Make a codec of your own known by its name, in spellings, plans and checkpoints.
+    """Register a codec, so that spellings, plans and checkpoints can use its name.
 
-    >>> class Plain(FP32):
-    ...     name = "plain"
-    >>> register_codec(Plain()).name
-    'plain'
-    >>> del CODECS["plain"]
+    Args:
+        codec: the codec.
+
+    Returns:
+        The registered codec. Registering the same class twice returns the first one.
+
+    Raises:
+        ValueError: if the name is taken.
+
+    Example:
+        >>> class Plain(FP32):
+        ...     name = "plain"
+        >>> register_codec(Plain()).name
+        'plain'
+        >>> del CODECS["plain"]
     """
     known = CODECS.get(codec.name)
     if known is not None and known != codec:
-        raise ValueError(
-            f"there is a codec {codec.name!r} already ({type(known).__qualname__}). Give yours another name."
-        )
+        raise ValueError(f"codec {codec.name!r} exists already ({type(known).__qualname__}). Give yours another name.")
     return CODECS.setdefault(codec.name, codec)

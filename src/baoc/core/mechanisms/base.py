@@ -1,4 +1,4 @@
-"""What every mechanism says of itself."""
+"""The interface of update rules."""
 
 from __future__ import annotations
 
@@ -18,21 +18,26 @@ from baoc.core.spec import Hyper, Reach, Scalars, Setting, Shape, Slot
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of a tensor's gradients: the means of some slots, for all of its elements or a sample of them."""
+    """What is known about a parameter's gradients.
 
-    means: Mapping[str, Tensor]  # by slot, all of one shape
+    Args:
+        means: mean of each known slot, for all elements or a sample of them; all have one shape.
+        ages: age of each known slot.
+        param_rms: RMS of the whole parameter.
+    """
+
+    means: Mapping[str, Tensor]
     ages: Mapping[str, int]
-    param_rms: float  # of the whole parameter
+    param_rms: float
 
 
 class Mechanism(ABC):
-    """What is remembered about a parameter, and the update, in fp32 math over any rows of it.
+    """An update rule: which state is kept per parameter, and the update in fp32 math over any rows of it.
 
-    Every slot follows a linear recurrence ``slot <- keep * slot + add * observe(gradient)``; the two coefficients are
-    scalars named ``<slot>.keep`` and ``<slot>.add``. A subclass gives :meth:`direction`, and with a slot
-    :meth:`observe` and :meth:`mass`. Beyond that, by its :attr:`reach`: ``SUMS`` has :meth:`step_factor` or
-    :attr:`norms`, ``MATRIX`` needs :meth:`finish`. :meth:`typical_rms` is the one place that knows how long its updates
-    are.
+    Every slot follows a linear recurrence ``slot <- keep * slot + add * observe(gradient)``. The two coefficients are
+    scalars named ``<slot>.keep`` and ``<slot>.add``. A subclass implements :meth:`direction`, and if it has slots
+    :meth:`observe` and :meth:`mass`. With reach ``SUMS`` it also implements :meth:`step_factor` or sets :attr:`norms`;
+    with reach ``MATRIX`` it implements :meth:`finish`. :meth:`typical_rms` alone defines how large its updates are.
     """
 
     name: ClassVar[str]
@@ -42,22 +47,35 @@ class Mechanism(ABC):
     decoupled: ClassVar[bool] = False
     reach: ClassVar[Reach] = Reach.ROWS
     hides_spikes: ClassVar[bool] = False
-    """A gradient that is no number would not show in the direction, and stay in the state."""
+    """A non-finite gradient would stay in the state without showing in the direction."""
     norms: ClassVar[tuple[Literal["row", "col"], ...]] = ()
-    """``SUMS``: lines of every matrix of the direction, one kind after the other, that are brought to an RMS of one."""
+    """``SUMS``: which lines of every matrix of the direction are scaled to an RMS of one, in this order."""
     settings: ClassVar[tuple[Setting, ...]] = ()
-    """Hyper-parameters of its own, beside lr, betas, eps and weight decay."""
+    """Hyper-parameters beside lr, betas, eps and weight decay."""
     default_codecs: ClassVar[Mapping[str, str]] = {}
-    """Codec names where a spelling leaves a slot out; fp32 for those not named here."""
+    """Codec of slots that a spelling leaves out; fp32 for slots that are not listed."""
     fallback: ClassVar[str] = "adamw-32"
-    """The configuration of a parameter that it does not suit."""
+    """The configuration of parameters that the rule does not suit."""
 
     def suits(self, shape: Shape, role: Role) -> bool:
-        """Whether it is made for such a parameter."""
+        """Return whether the rule can update a parameter.
+
+        Args:
+            shape: global shape of the parameter.
+            role: role of the parameter.
+        """
         return True
 
     def scalars(self, hyper: Hyper, ages: Mapping[str, int]) -> dict[str, float]:
-        """All numbers of this step, computed once in double precision. ``ages`` count this step already."""
+        """Return all numbers of one step, computed once in double precision.
+
+        Args:
+            hyper: the hyper-parameters of the param group.
+            ages: age of each slot, this step included.
+
+        Returns:
+            Number by name.
+        """
         return {
             "step": hyper.lr * hyper.lr_scale,
             "shrink": 1.0 - hyper.lr * hyper.weight_decay if self.decoupled else 1.0,
@@ -65,71 +83,145 @@ class Mechanism(ABC):
         }
 
     def observe(self, slot: str, grad: Tensor) -> Tensor:
-        """What a slot averages."""
+        """Return what a slot averages, for example the square of the gradient.
+
+        Args:
+            slot: the name of the slot.
+            grad: rows of the gradient.
+        """
         raise NotImplementedError(f"{self.name} has no slot {slot!r}")
 
     @abstractmethod
     def direction(self, grad: Tensor, slots: Mapping[str, Tensor], scalars: Scalars) -> Tensor:
-        """The update before the step length; the parameter moves by ``-step * direction``."""
+        """Return the update before the step size. The parameter moves by ``-step * direction``.
+
+        Args:
+            grad: rows of the gradient.
+            slots: the same rows of each slot, this step included.
+            scalars: the numbers of this step.
+        """
 
     def step_factor(self, direction_rms: Tensor, param_rms: Tensor, scalars: Scalars) -> Tensor:
-        """``SUMS``: factor on the step length, from the RMS of the whole direction and of the parameter."""
-        raise NotImplementedError(f"{self.name} reaches over sums, but has neither step_factor nor norms")
+        """Return a factor on the step size, for reach ``SUMS``.
+
+        Args:
+            direction_rms: RMS of the whole direction.
+            param_rms: RMS of the whole parameter.
+            scalars: the numbers of this step.
+        """
+        raise NotImplementedError(f"{self.name} has reach SUMS, but neither step_factor nor norms")
 
     def finish(self, stacked: Tensor, scalars: Scalars) -> Tensor:
-        """``MATRIX``: what becomes of directions, shape ``(batch, rows, cols)``. Equal shapes come in one batch."""
-        raise NotImplementedError(f"{self.name} reaches over matrices, but has no finish")
+        """Turn directions into updates, for reach ``MATRIX``. Matrices of one shape come in one batch.
+
+        Args:
+            stacked: directions, shape ``(batch, rows, cols)``. They may be overwritten.
+            scalars: the numbers of this step.
+        """
+        raise NotImplementedError(f"{self.name} has reach MATRIX, but no finish")
 
     def finish_in(self, stacked: Tensor, scratch: Tensor, scalars: Scalars) -> Tensor:
-        """``MATRIX``: the same, for those that can do with :meth:`scratch` elements for each matrix; may be a view."""
+        """Do the same as :meth:`finish` within given memory.
+
+        Args:
+            stacked: directions, shape ``(batch, rows, cols)``. They may be overwritten.
+            scratch: :meth:`scratch` elements for each matrix.
+            scalars: the numbers of this step.
+
+        Returns:
+            The updates, possibly as a view of ``stacked`` or ``scratch``.
+        """
         return self.finish(stacked, scalars)
 
     def workspace(self, rows: int, cols: int) -> int:
-        """``MATRIX``: elements that :meth:`finish` needs for one matrix, itself included."""
+        """Return how many elements :meth:`finish` needs for one matrix, the matrix included."""
         return 2 * rows * cols
 
     def scratch(self, rows: int, cols: int) -> int:
-        """``MATRIX``: those of them that :meth:`finish_in` takes from what it is given."""
+        """Return how many elements of ``scratch`` :meth:`finish_in` uses for one matrix."""
         return 0
 
     def operations(self, rows: int, cols: int) -> int:
-        """``MATRIX``: of the products of matrices in :meth:`finish`, for one matrix, with default settings."""
+        """Return the floating-point operations of the matrix products of one matrix, with default settings."""
         return 0
 
     def adapt(self, finished: Tensor, slots: Mapping[str, Tensor], scalars: Scalars) -> Tensor:
-        """``MATRIX``, with slots of the finished direction, which have taken it in: what they make of it."""
+        """Scale finished updates by slots that average them (:attr:`Slot.of_direction`).
+
+        Args:
+            finished: what :meth:`finish` returned.
+            slots: those slots, this step included.
+            scalars: the numbers of this step.
+        """
         return finished
 
     def mass(self, slot: str, age: int, hyper: Hyper) -> float:
-        """Sum of the recurrence's weights after ``age`` steps: ``slot / mass`` is a plain weighted mean.
+        """Return the sum of the recurrence's weights: ``slot / mass`` is a weighted mean.
 
-        The mean is what mechanisms have in common, so it is what migrates between them.
+        Update rules have these means in common, so state migrates between rules as means.
+
+        Args:
+            slot: the name of the slot.
+            age: how many steps it has averaged.
+            hyper: the hyper-parameters of the param group.
         """
         raise NotImplementedError(f"{self.name} has no slot {slot!r}")
 
     def infer(self, slot: str, means: Mapping[str, Tensor], ages: Mapping[str, int], hyper: Hyper) -> Tensor | None:
-        """A safe mean for a slot that the previous mechanism did not have, or ``None`` to start it at zero."""
+        """Return a safe mean for a slot that the previous update rule did not have.
+
+        Args:
+            slot: the name of the slot.
+            means: mean of each slot that the previous rule had.
+            ages: their ages.
+            hyper: the hyper-parameters of the param group.
+
+        Returns:
+            The mean, or ``None`` to start at zero.
+        """
         return None
 
     def inferred_age(self, slot: str, ages: Mapping[str, int], hyper: Hyper) -> int:
-        """The age that goes with :meth:`infer`: how many steps of evidence the inferred value stands for."""
+        """Return the age of a mean from :meth:`infer`: how many gradients it stands for."""
         return 0
 
     def late_age(self, slot: str, rms: float, hyper: Hyper) -> int:
-        """The age of an empty slot that starts in the middle of training, after updates of this RMS without state.
+        """Return the age at which an empty slot starts in the middle of training.
 
-        Where the average of one gradient makes a longer update than that of many, a few zeros before it help.
+        An average of one gradient can make a larger update than an average of many. Counting a few zeros before it
+        prevents that.
+
+        Args:
+            slot: the name of the slot.
+            rms: RMS of the updates before, in units of lr.
+            hyper: the hyper-parameters of the param group.
         """
         return 0
 
     def expected_direction(self, means: Mapping[str, Tensor], ages: Mapping[str, int], hyper: Hyper) -> Tensor | None:
-        """What :meth:`direction` gives after a typical next gradient, from means; ``None`` if they cannot tell."""
+        """Predict what :meth:`direction` returns after a typical next gradient.
+
+        Args:
+            means: mean of each known slot.
+            ages: their ages.
+            hyper: the hyper-parameters of the param group.
+
+        Returns:
+            The direction, or ``None`` if the means do not determine it.
+        """
         return None
 
     def typical_rms(self, evidence: Evidence, hyper: Hyper) -> float | None:
-        """RMS of its next update in units of lr, given what is known of the gradients; ``None`` if that cannot tell.
+        """Predict the RMS of the next update in units of lr.
 
-        It matches learning rates when a block changes its mechanism, and across the mechanisms of a plan.
+        It matches learning rates across the update rules of a plan, and when a block changes its rule.
+
+        Args:
+            evidence: what is known about the gradients.
+            hyper: the hyper-parameters of the param group.
+
+        Returns:
+            The RMS, or ``None`` if the evidence does not determine it.
         """
         hyper = dataclasses.replace(hyper, lr=max(hyper.lr, 1e-30), lr_scale=1.0)
         means, ages = dict(evidence.means), dict(evidence.ages)
@@ -144,15 +236,23 @@ class Mechanism(ABC):
         rms = direction.square().mean().sqrt()
         scalars = self.scalars(hyper, {slot.name: ages[slot.name] + 1 for slot in self.slots})
         if self.reach is Reach.SUMS and not self.norms:
-            rms = rms * self.step_factor(rms, torch.tensor(evidence.param_rms), scalars)
+            param_rms = torch.tensor(evidence.param_rms, dtype=torch.float32, device=rms.device)
+            rms = rms * self.step_factor(rms, param_rms, scalars)
         return rms.item() * scalars["step"] / hyper.lr
 
 
 def pooled_rms(parts: Iterable[tuple[int, float]]) -> float:
-    """The RMS over several parts, given as (elements, RMS).
+    """Return the RMS over several parts.
 
-    >>> pooled_rms([(1, 3.0), (1, 0.0), (0, 7.0)])
-    2.1213203435596424
+    Args:
+        parts: pairs of number of elements and RMS.
+
+    Returns:
+        The RMS of all elements.
+
+    Example:
+        >>> pooled_rms([(1, 3.0), (1, 0.0), (0, 7.0)])
+        2.1213203435596424
     """
     parts = [(numel, rms) for numel, rms in parts if numel]
     return math.sqrt(sum(numel * rms**2 for numel, rms in parts) / max(1, sum(numel for numel, _ in parts)))

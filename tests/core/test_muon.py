@@ -1,0 +1,179 @@
+"""Muon and its kin: against torch's, in matrices of every kind, with the length of AdamW's updates."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baoc import BlockOptimizer, Plan, parse
+from baoc.core.configuration import EXTENDED
+from baoc.core.mechanisms import Normalised, muon
+from baoc.core.mechanisms.muon import MUON, YOU_JIACHENG, orthogonalised, workspace
+from baoc.core.mechanisms.normalised import UPDATE_RMS
+from baoc.core.roles import Role, as_matrices
+from baoc.core.spec import Hyper
+from baoc.optim.kernels import matrices
+from baoc.optim.kernels.job import Job
+from baoc.optim.state import new_state
+from tests.cases import gradients, train
+from tests.memory import PeakMemory
+
+NORMALISED = [configuration for configuration in EXTENDED if isinstance(configuration.mechanism, Normalised)]
+
+
+@pytest.mark.parametrize("shape", [(48, 96), (96, 48), (64, 64)], ids=str)
+def test_it_follows_torch_where_the_settings_agree(shape):
+    """Torch iterates in bf16, so the two stay close and are not equal."""
+    start = torch.randn(shape)
+    ours, theirs = (nn.Parameter(start.clone()) for _ in range(2))
+    optimizer = BlockOptimizer(
+        [ours],
+        lr=0.02,
+        weight_decay=0.1,
+        plan="muon-32",
+        newton_schulz=MUON,
+        update_rms=0.2,
+        nesterov_momentum=0.9,
+        momentum_rise=0,
+    )
+    reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw")
+    for grad in gradients(shape, 20):
+        for param, each in ((ours, optimizer), (theirs, reference)):
+            param.grad = grad.clone()
+            each.step()
+    moved = (theirs - start).norm()
+    assert (ours - theirs).norm() < 0.02 * moved
+    torch.testing.assert_close(
+        optimizer.state[ours]["m"], reference.state[theirs]["momentum_buffer"], rtol=1e-4, atol=1e-5
+    )
+
+
+class Products(TorchDispatchMode):
+    """Notes the shape and dtype of every matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[torch.Size, torch.dtype]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "bmm" in str(function) and "baddbmm" not in str(function):
+            self.found.append((args[0].shape, args[0].dtype))
+        return function(*args, **(kwargs or {}))
+
+
+def test_on_gpus_matrices_of_one_shape_are_multiplied_together_in_bf16(monkeypatch):
+    """As the device is told, for want of one."""
+    monkeypatch.setattr(muon, "products_dtype", lambda device: torch.bfloat16)
+    params = [nn.Parameter(torch.randn(shape)) for shape in [(48, 96)] * 4 + [(96, 48)] * 3 + [(64, 64)] * 2]
+    for param in params:
+        param.grad = torch.randn(param.shape)
+    with Products() as products:
+        BlockOptimizer(params, plan="muon-8", kernel="eager").step()
+    expected = [((4, 48, 96), torch.bfloat16), ((3, 48, 96), torch.bfloat16), ((2, 64, 64), torch.bfloat16)]
+    assert products.found == [each for each in expected for _ in YOU_JIACHENG]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # bf16 is what GPUs get
+@pytest.mark.parametrize("shape", [(3, 16, 64), (3, 64, 16), (3, 32, 32), (3, 5, 9), (1, 9, 5)], ids=str)
+def test_iterations_make_singular_values_one(shape, dtype):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    left, _, right = torch.linalg.svd(x, full_matrices=False)
+    scratch = torch.empty(shape[0] * (workspace(*shape[1:]) - shape[1] * shape[2]))  # enough for either
+    found = orthogonalised(x.clone(), YOU_JIACHENG, scratch, dtype)
+    assert found.shape == shape and found.is_contiguous() and found.dtype == torch.float32
+    assert (torch.linalg.svdvals(found) - 1).abs().square().mean().sqrt() < 0.25
+    assert (found * (left @ right)).sum() / found.norm() / math.sqrt(shape[0] * min(shape[1:])) > 0.98
+
+
+def test_nothing_comes_of_nothing():
+    assert (orthogonalised(torch.zeros(2, 8, 9), YOU_JIACHENG) == 0).all()
+
+
+@pytest.mark.parametrize("configuration", NORMALISED, ids=str)
+def test_the_first_update_has_its_length_at_once(configuration):
+    """Whatever the size of the gradients; and every later one."""
+    for shape in ((96, 160), (160, 96), (32, 16, 3, 3), (4, 48, 64)):
+        for scale in (1e-6, 1e3):
+            param = nn.Parameter(torch.zeros(shape))
+            optimizer = BlockOptimizer([param], lr=1e-2, weight_decay=0.0, plan=configuration)
+            for _ in range(3):
+                before = param.detach().clone()
+                param.grad = torch.randn(shape) * scale
+                optimizer.step()
+                rms = (param - before).square().mean().sqrt().item() / 1e-2
+                assert rms == pytest.approx(UPDATE_RMS.default, rel=0.15), (shape, scale)
+
+
+@pytest.mark.parametrize("spelling", ["muon-32", "spectral", "sinkhorn", "colnorm", "rownorm"])
+def test_a_convolution_is_one_matrix_and_a_stack_is_many(spelling):
+    grad = torch.randn(6, 24, 32)
+    stacked, flat = (nn.Parameter(torch.zeros(shape)) for shape in ((6, 24, 32), (32, 12, 3, 3)))
+    apart = [nn.Parameter(torch.zeros(24, 32)) for _ in range(6)]
+    matrix = nn.Parameter(torch.zeros(32, 108))
+    optimizer = BlockOptimizer([stacked, flat, *apart, matrix], lr=1.0, weight_decay=0.0, plan=spelling)
+    stacked.grad, flat.grad = grad, torch.randn(32, 12, 3, 3)
+    matrix.grad = flat.grad.flatten(1)
+    for param, each in zip(apart, grad):
+        param.grad = each.clone()
+    optimizer.step()
+    torch.testing.assert_close(stacked.detach(), torch.stack([param.detach() for param in apart]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(flat.detach().flatten(1), matrix.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_lines_are_brought_to_one_size():
+    for spelling, dims in (("colnorm", [0]), ("rownorm", [1]), ("sinkhorn", [0, 1])):
+        param = nn.Parameter(torch.zeros(80, 120))
+        param.grad = next(iter(gradients((80, 120), 1)))
+        BlockOptimizer([param], lr=1.0, weight_decay=0.0, plan=spelling, update_rms=1.0).step()
+        for dim in dims:
+            sizes = param.detach().square().mean(dim).sqrt()
+            torch.testing.assert_close(sizes, torch.ones_like(sizes), rtol=0.02, atol=0)
+
+
+def test_normuon_brings_rows_to_one_size():
+    param = nn.Parameter(torch.zeros(80, 120))
+    param.grad = next(iter(gradients((80, 120), 1)))
+    BlockOptimizer([param], lr=1.0, weight_decay=0.0, plan="normuon-32", update_rms=1.0).step()
+    torch.testing.assert_close(param.detach().square().mean(1), torch.ones(80))
+
+
+def test_lion_is_lion():
+    """Sign of the blend of the momentum before the step with the gradient, from the paper."""
+    param, lr = nn.Parameter(torch.zeros(70, 80)), 1e-2
+    optimizer = BlockOptimizer([param], lr=lr, weight_decay=0.0, plan="lion-32", update_rms=1.0)
+    momentum, expected = torch.zeros(70, 80), torch.zeros(70, 80)
+    for grad in gradients((70, 80), 5):
+        expected -= lr * (0.9 * momentum + 0.1 * grad).sign()
+        momentum = 0.99 * momentum + 0.01 * grad
+        train(optimizer, param, iter([grad]))
+    torch.testing.assert_close(param.detach(), expected)
+
+
+def test_a_batch_needs_no_more_than_it_may():
+    layout = parse("muon-32").layout((512, 768))
+    jobs = []
+    for _ in range(16):
+        param, grad = torch.zeros(512, 768), torch.randn(512, 768)
+        jobs.append(Job.of(layout, param, grad, new_state(layout, param.device), Hyper(1e-2)))
+    scalars = jobs[0].scalars
+    jobs = [job._replace(scalars=scalars) for job in jobs]
+    sizes = [len(batch) for batch in matrices.batches(jobs)]
+    assert sum(sizes) == 16 and max(sizes) * workspace(512, 768) <= matrices.BATCH_NUMEL and len(sizes) > 1
+    held = [tensor for job in jobs for tensor in (job.param, job.grad, *job.state.values()) if torch.is_tensor(tensor)]
+    before = sum(tensor.numel() * 4 for tensor in held)
+    with PeakMemory(held) as memory:
+        matrices.run_matrices(jobs, matrices.EagerRows(1 << 16))
+    assert memory.peak - before <= 4 * matrices.BATCH_NUMEL + 16 * (1 << 16) * 4
+
+
+def test_what_does_not_suit_falls_back_to_what_is_said():
+    shapes = {"wte.weight": (512, 64), "h.weight": (64, 64), "h.bias": (64,), "lm_head.weight": (512, 64)}
+    plan = Plan.uniform("spectral else colnorm else adamw-8", shapes)
+    given = {name: block.configuration.mechanism_name for block in plan.blocks for name in block.parameters}
+    assert given == {"wte.weight": "colnorm", "h.weight": "spectral", "h.bias": "adamw", "lm_head.weight": "colnorm"}
+    assert parse("muon-8").suited((512, 64), Role.EMBEDDING) == parse("adamw-32")
+    assert as_matrices((8, 16, 32)) == (8, 16, 32)

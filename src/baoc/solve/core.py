@@ -1,17 +1,17 @@
 """The exact search over the few blocks and configurations that the dual's bound leaves open.
 
-Dynamic programming, block by block. A state has chosen for the blocks seen so far and keeps a base assignment in all
-others, so every state is also a whole assignment. All that matters of it are three numbers: how it changes cost, memory
-and time against the base. A state is dropped when
+The search is dynamic programming, block by block. A state has a choice for each block visited so far and keeps a base
+assignment in all others, so every state is also a complete assignment. It is stored as three numbers: the change of
+cost, memory and time from the base. A state is dropped if
 
-- it cannot lead to a better assignment than the best one known: at any prices p >= 0, no way to complete it costs less
-  than ``cost + p . (weights - slack) + sum over blocks not yet seen of min_c (cost_c + p . weights_c)``;
-- no way to complete it fits: the same expression without the costs is above zero;
+- it cannot lead to a better assignment than the best one known: at any prices p >= 0, every completion costs at least
+  ``cost + p . (weights - slack) + sum over blocks to come of min_c (cost_c + p . weights_c)``;
+- no completion fits: the same expression without the costs is above zero;
 - another state is no worse in all three numbers.
 
-Blocks go from large to small. The large ones decide, the small ones fill up; and once only small ones are left, the
-first two rules see that a state far from its limits will not come back. (In the order of reduced costs, which is usual
-for knapsack cores, instances with many equal blocks need a hundred times more states.)
+The search visits large blocks first and small ones last. Once only small blocks are left, the first two rules drop all
+states that are far from the limits. The order of reduced costs, which is usual for knapsack cores, needs a hundred
+times more states if many blocks are equal.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import numpy.typing as npt
 from baoc.solve.problem import COST, MEMORY, TIME, Floats, Instance, Integers
 
 BETTER = 0.5  # costs are whole numbers: an improvement is at least 1, and bounds may be off by rounding
-# The blocks still to come are a smaller problem with best prices of its own. So bounds are also taken around the best
-# prices of the whole, with one or both multiplied by these factors.
+# The blocks to come are a smaller problem with its own best prices. Bounds therefore also use the best prices of the
+# whole problem with one or both multiplied by these factors.
 FACTORS = (0.0, 0.5, 0.8, 0.9, 0.96, 1.04, 1.1, 1.25, 2.0)
 FRONT = 128  # fewer states are not worth sorting
 SLICES = 32
-CHUNK = 2048  # states bounded at once: too few for BLAS to start threads, which would only get in each other's way
+CHUNK = 2048  # states bounded at once: too few for BLAS to start threads, which would be slower
 
 
 @dataclass
 class Effort:
-    """How much may be spent, and how much has been."""
+    """The limits of a search, and the number of states so far."""
 
     most_states: int
     deadline: float = float("inf")  # of time.monotonic()
@@ -48,20 +48,28 @@ class Effort:
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """The open blocks in order of search, and what each of their options changes."""
+    """The open blocks in order of search, and the changes that their options make."""
 
     blocks: Integers  # (open blocks,)
-    starts: Integers  # (open blocks,): where the options of each begin
+    starts: Integers  # (open blocks,): the index of each block's first option
     options: Integers  # (options,): configurations, block after block, the base's own among them
     changes: Floats  # (3, options): cost, memory and time against the base
-    slack: Floats  # (2,): limits less what the base uses; negative where it does not fit
-    base_cost: float  # cost of the base less that of the best assignment known
+    slack: Floats  # (2,): limits minus the totals of the base; negative where it does not fit
+    base_cost: float  # cost of the base minus the cost of the best assignment known
 
     @classmethod
     def of(
         cls, instance: Instance, base: Integers, entries: tuple[Integers, Integers], best: float, price: Floats
     ) -> Core:
-        """The base and these entries (blocks, configurations), sorted by block, to beat a cost of `best`."""
+        """Build the core of a base and some more entries.
+
+        Args:
+            instance: The problem.
+            base: (blocks,), an assignment.
+            entries: Blocks and configurations, sorted by block.
+            best: The cost of the best assignment known.
+            price: (2,), the best prices.
+        """
         blocks, starts = np.unique(entries[0], return_index=True)
         rows = np.insert(entries[0], starts, blocks)
         options = np.insert(entries[1], starts, base[blocks])
@@ -81,19 +89,26 @@ class Core:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """The best assignment of a search. Costs are relative to the best one known before."""
+    """The best assignment of a search. Costs are relative to the best assignment known before."""
 
     cost: float  # below 0, or 0 if none is better
-    changes: list[tuple[int, int]]  # (block, configuration) where it leaves the base
-    skipped: float  # nothing that the search left out, for want of width or effort, costs less than this
+    changes: list[tuple[int, int]]  # (block, configuration) where it differs from the base
+    skipped: float  # no assignment that the search skipped, due to width or effort, costs less than this
 
 
 def search(core: Core, prices: Floats, width: int, effort: Effort) -> Found:
-    """Search a core, at most `width` states at a time. `prices` (any number, 2) give bounds, the best one first."""
+    """Search a core.
+
+    Args:
+        core: The open blocks and their options.
+        prices: (any number, 2), which give bounds. The best ones come first.
+        width: The number of states that are kept.
+        effort: Counts the states, and ends the search when exhausted.
+    """
     bounds = _Bounds(core, prices)
     best, best_at = min(0.0, core.base_cost) if (core.slack >= 0).all() else 0.0, None
     skipped = np.inf
-    history: list[npt.NDArray[np.int32]] = []  # per block: where each state kept stood among all new states
+    history: list[npt.NDArray[np.int32]] = []  # per block: the index of each kept state among all new states
     states = np.array([[core.base_cost], [0.0], [0.0]])  # (3, states)
     ends = np.append(core.starts[1:], len(core.options))
     for depth, (start, end) in enumerate(zip(core.starts, ends)):
@@ -109,7 +124,7 @@ def search(core: Core, prices: Floats, width: int, effort: Effort) -> Found:
 
         kept, bound = bounds.promising(states, depth + 1, best - BETTER)
         if len(kept) > FRONT:
-            front = _front(bounds.clamped(states[:, kept], depth + 1))
+            front = pareto_front(bounds.clamped(states[:, kept], depth + 1))
             kept, bound = kept[front], bound[front]
         if len(kept) > width:
             order = np.argpartition(bound, width)
@@ -134,7 +149,7 @@ def search(core: Core, prices: Floats, width: int, effort: Effort) -> Found:
 
 
 class _Bounds:
-    """What can still become of a state, by its depth: the number of blocks seen."""
+    """Bounds on the completions of a state, by its depth: the number of blocks visited."""
 
     def __init__(self, core: Core, prices: Floats) -> None:
         best = prices[0]
@@ -148,8 +163,8 @@ class _Bounds:
         # (bounds, 3): factors of cost, memory and time
         self.directions = np.hstack([(np.arange(len(all_prices)) < self.costed)[:, None], all_prices])
 
-        self.rest = np.zeros((len(core.blocks) + 1, len(all_prices)))  # what the blocks to come add at least
-        growth = np.zeros((len(core.blocks) + 1, 2))  # what they add at most
+        self.rest = np.zeros((len(core.blocks) + 1, len(all_prices)))  # the least that the blocks to come add
+        growth = np.zeros((len(core.blocks) + 1, 2))  # the most that they add
         if len(core.blocks):
             least = np.minimum.reduceat(self.directions @ core.changes, core.starts, axis=1)
             most = np.maximum.reduceat(core.changes[1:], core.starts, axis=1)
@@ -159,8 +174,8 @@ class _Bounds:
         self.harmless = core.slack - growth  # (depths, 2)
 
     def promising(self, states: Floats, depth: int, target: float) -> tuple[Integers, Floats]:
-        """Which states may lead to a cost of `target` or less, and their bounds."""
-        # The best prices drop most of the states; the others need only look at the rest.
+        """Return which states may lead to a cost of `target` or less, and their bounds."""
+        # The best prices drop most of the states, so the other bounds are only computed for the rest.
         (kept,) = np.nonzero(self.directions[0] @ states + self.rest[depth, 0] <= target)
         parts, bounds = [kept[:0]], [np.empty(0)]
         for start in range(0, len(kept), CHUNK):
@@ -173,17 +188,18 @@ class _Bounds:
         return np.concatenate(parts), np.concatenate(bounds)
 
     def clamped(self, states: Floats, depth: int) -> Floats:
-        """The states, with memory and time so small that they can no longer reach the limit all made the same."""
+        """Return the states with equal memory (or time) wherever the limit can no longer be reached."""
         clamped: Floats = states.copy()
         np.maximum(clamped[1:], self.harmless[depth][:, None], out=clamped[1:])
         return clamped
 
 
-def _front(states: Floats) -> Integers:
-    """States that no other one equals or beats in everything. A few more, if there are more times than slices.
+def pareto_front(states: Floats) -> Integers:
+    """Return the states that no other state equals or beats in everything.
 
-    In order of memory, a state is beaten if an earlier one has no more time and no more cost. "No more time" is taken
-    as "no more than where the state's slice of time begins", and then the test is a running minimum for each slice.
+    If there are more distinct times than slices, a few other states remain. In order of memory, a state is beaten if an
+    earlier one has no more time and no more cost. The test compares with the time at which the state's slice begins;
+    it is then a running minimum for each slice.
     """
     order = np.lexsort((states[COST], states[TIME], states[MEMORY]))
     cost, spent = states[COST, order], states[TIME, order]

@@ -1,13 +1,13 @@
 """The Lagrangian dual: the best price per byte and per unit of time.
 
-Put prices p = (p_memory, p_time) >= 0 on what the budgets limit, and the blocks come apart: each takes the
-configuration with the least ``cost + p . weights``, all in one vectorised pass. Summed over blocks, less what the
-budgets are worth,
+With prices p = (p_memory, p_time) >= 0 on memory and time, every block is a problem of its own: it takes the
+configuration with the least ``cost + p . weights``. One vectorised pass does this for all blocks. The sum over blocks
+minus the value of the budgets,
 
-    L(p) = sum_i min_c (cost_ic + p . weights_ic) - p . limits
+    L(p) = sum_i min_c (cost_ic + p . weights_ic) - p . limits,
 
-is a lower bound on the cost of every assignment within the limits. It is concave and piecewise linear in the two
-prices; its maximum is the value of the linear relaxation, and there the prices are the budgets' shadow prices.
+is a lower bound on the cost of every assignment within the limits. L is concave and piecewise linear. Its maximum is
+the value of the linear relaxation, and the prices at the maximum are the budgets' shadow prices.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from baoc.solve.problem import COST, MEMORY, TIME, Floats, Integers
 
 MOST_PASSES = 80
 MOST_PIVOTS = 40
-TOLERANCE = 1e-9  # of L. Any prices give a valid bound, so this decides how much is left to search, not what is found
+TOLERANCE = 1e-9  # of L. Any prices give a valid bound, so this affects the effort of the search but not its result
+RIGHT = np.array([0.0, 0.0, 1.0])  # of the linear program's rows
 
 
 class Dual:
-    """L of some weights. Every pass is remembered, and holds for any limits: a frontier shares one `Dual`."""
+    """The function L of some weights. It stores every pass; passes hold for any limits, so a frontier shares them."""
 
     def __init__(self, weights: Floats) -> None:
         self.weights = weights
@@ -35,30 +36,32 @@ class Dual:
         self._pass(np.zeros(2))
 
     def choice(self, index: int) -> Integers:
-        """(blocks,): the best assignment at the prices of that pass."""
+        """Return (blocks,): the best assignment at the prices of a pass."""
         return self._choices[index].astype(np.int64)
 
     def values(self, limits: Floats) -> Floats:
-        """(passes,): L at all prices seen so far."""
+        """Return (passes,): L at the prices of all passes."""
         values: Floats = self.totals[:, COST] + (self.prices * (self.totals[:, 1:] - limits)).sum(axis=1)
         return values
 
     def maximise(self, limits: Floats, feasible: Floats) -> int:
-        """Make passes until one is at the maximum of L. Returns how many it took.
+        """Make passes until one is at the maximum of L, and return their number.
 
         Each pass yields an assignment k of cost c_k that exceeds the limits by e_k, and L(p) <= c_k + p . e_k for any
-        p. Kelley's method asks next for the prices at which the least of these planes is highest:
+        p. Kelley's method makes the next pass at the prices where the least of these planes is highest:
 
             max t   such that   t <= c_k + p . e_k for all k,   p >= 0.
 
         The dual of this linear program mixes assignments so that they fit on average: min sum_k w_k c_k such that
-        sum_k w_k e_k <= 0, sum_k w_k = 1, w >= 0. It has three rows only, and any assignment that fits (`feasible` are
-        its totals) starts it, so a simplex method with 3 x 3 systems is enough.
+        sum_k w_k e_k <= 0, sum_k w_k = 1, w >= 0. It has three rows only, so a simplex method with 3 x 3 systems is
+        enough. It starts from any assignment that fits.
+
+        Args:
+            limits: (2,), of memory and of time.
+            feasible: (3,), the totals of an assignment within the limits.
         """
         scale = np.maximum(limits, 1)
-        planes = np.vstack([feasible, self.totals])
-        columns = np.hstack([[[1, 0], [0, 1], [0, 0]], _columns(planes, limits, scale)])  # the first two are slacks
-        costs = np.concatenate([[0, 0], planes[:, COST]])
+        columns, costs = self._program(limits, feasible)
         basis = [0, 1, 2]
         for passes in range(MOST_PASSES):
             *negative, upper = _simplex(columns, costs, basis)
@@ -72,6 +75,28 @@ class Dual:
             columns = np.hstack([columns, _columns(newest[None], limits, scale)])
             costs = np.append(costs, newest[COST])
         return MOST_PASSES
+
+    def mixture(self, limits: Floats, feasible: Floats) -> Floats:
+        """Return how the linear relaxation's solution mixes assignments: (1 + passes,) weights that add up to 1.
+
+        The first weight is that of the assignment with the totals `feasible`.
+        """
+        columns, costs = self._program(limits, feasible)
+        basis = [0, 1, 2]
+        _simplex(columns, costs, basis)
+        weights = np.zeros(len(costs))
+        try:
+            weights[basis] = np.linalg.solve(columns[:, basis], RIGHT)
+        except np.linalg.LinAlgError:
+            weights[2] = 1
+        mixture: Floats = weights[2:]
+        return mixture
+
+    def _program(self, limits: Floats, feasible: Floats) -> tuple[Floats, Floats]:
+        """Return the columns and costs of the linear program of `maximise`. The first two are slacks."""
+        planes = np.vstack([feasible, self.totals])
+        columns = np.hstack([[[1, 0], [0, 1], [0, 0]], _columns(planes, limits, np.maximum(limits, 1))])
+        return columns, np.concatenate([[0, 0], planes[:, COST]])
 
     def _pass(self, price: Floats) -> None:
         np.multiply(self.weights[MEMORY], price[0], out=self._priced)
@@ -91,9 +116,9 @@ def _columns(totals: Floats, limits: Floats, scale: Floats) -> Floats:
 def _simplex(columns: Floats, costs: Floats, basis: list[int]) -> Floats:
     """Minimise ``costs . w`` such that ``columns @ w = (0, 0, 1)``, w >= 0, from a feasible basis, changed in place.
 
-    Returns the prices of the three rows. To stop early (a cycle, a singular basis) would cost passes, not correctness.
+    Returns the prices of the three rows. If it stops early (a cycle, a singular basis), `Dual` makes more passes, and
+    bounds remain valid.
     """
-    right = np.array([0.0, 0.0, 1.0])
     prices = np.zeros(3)
     for _ in range(MOST_PIVOTS):
         matrix = columns[:, basis]
@@ -103,7 +128,7 @@ def _simplex(columns: Floats, costs: Floats, basis: list[int]) -> Floats:
             entering = int(reduced.argmin())
             if reduced[entering] >= -1e-12 * (1 + abs(prices[2])):
                 break
-            weights, change = np.linalg.solve(matrix, np.stack([right, columns[:, entering]], axis=1)).T
+            weights, change = np.linalg.solve(matrix, np.stack([RIGHT, columns[:, entering]], axis=1)).T
         except np.linalg.LinAlgError:
             break
         falling = change > 1e-12

@@ -1,4 +1,4 @@
-"""Solve one problem, a frontier of them, or say why there is nothing to solve."""
+"""Solve a problem with one row per block, for one budget or many."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baoc.solve.dual import Dual
 from baoc.solve.problem import COST, MEMORY, TIME, Floats, Infeasible, Instance, Integers, Problem, Solution
 
 MOST_STATES = 2**25  # some ten seconds
-ADVICE_STATES = 2**22  # what an error may spend on numbers for its message
+ADVICE_STATES = 2**22  # for the feasible budgets in an error message
 NEAR = 12  # passes nearest to the dual's maximum, which bound and steer
 FIRST_ENTRIES, FIRST_WIDTH, LAST_WIDTH, GROWTH = 2**6, 2**10, 2**18, 8
 
@@ -22,26 +22,31 @@ FIRST_ENTRIES, FIRST_WIDTH, LAST_WIDTH, GROWTH = 2**6, 2**10, 2**18, 8
 def solve(
     problem: Problem, *, relative_gap: float = 0.0, time_limit: float | None = None, most_states: int = MOST_STATES
 ) -> Solution:
-    """The assignment of least total cost within both budgets.
+    """Find the assignment of least total cost within both budgets.
 
-    It ends when the choice is proven optimal or within `relative_gap` of it, or when `most_states` partial assignments
-    or `time_limit` seconds of searching are spent; then ``solution.bound`` says how far from optimal it can be.
-
-    What holds:
-
-    - The memory budget is kept to the byte; the time budget give or take 1e-9, and all that is within it may be chosen.
+    - The memory budget holds to the byte. The time budget holds up to 1e-9, and no assignment within it is excluded.
     - "Optimal" is exact for costs rounded to about 1e-15 of the largest possible total.
-    - The same arrays give the same choice, whatever the number of threads. Only `time_limit` can break this.
-    - No block gets an entry that another one of its entries equals or beats in cost, memory and time; of equal entries
-      it gets the first. Among blocks with equal rows, earlier ones get lower configurations.
+    - Equal arrays give equal choices, for any number of threads, unless `time_limit` ends the search.
+    - A block never gets an entry that another of its entries equals or beats in cost, memory and time. Of equal entries
+      it gets the first one. Among blocks with equal rows, earlier ones get lower configurations.
+
+    Args:
+        problem: The costs and the budgets.
+        relative_gap: Stop when the choice is proven to be within this fraction of the optimal cost.
+        time_limit: Seconds after which the search stops; None for no limit.
+        most_states: Number of partial assignments after which the search stops.
+
+    Returns:
+        The best assignment found. If the search stopped early, ``bound`` says how far from optimal it can be.
 
     Raises:
-        Infeasible: no assignment keeps both budgets.
+        Infeasible: No assignment keeps both budgets.
 
-    >>> costs, bytes_, times = [[0, 1, 3], [0, 2, 9]], [[8, 4, 0], [8, 4, 0]], [[1, 1, 1], [1, 1, 1]]
-    >>> solution = solve(Problem(costs, bytes_, times, memory_budget=14))
-    >>> solution.choice.tolist(), solution.objective, solution.memory_used, solution.memory_price
-    ([1, 0], 1.0, 12, 0.25)
+    Example:
+        >>> costs, bytes_, times = [[0, 1, 3], [0, 2, 9]], [[8, 4, 0], [8, 4, 0]], [[1, 1, 1], [1, 1, 1]]
+        >>> solution = solve(Problem(costs, bytes_, times, memory_budget=14))
+        >>> solution.choice.tolist(), solution.objective, solution.memory_used, solution.memory_price
+        ([1, 0], 1.0, 12, 0.25)
     """
     instance = Instance.of(problem)
     start = _start(instance)
@@ -53,17 +58,26 @@ def solve(
 
 
 def frontier(problem: Problem, budgets: Iterable[int | None], *, relative_gap: float = 0.0) -> list[Solution]:
-    """One solution per memory budget, in the order given; the problem's own budget is not used.
+    """Solve a problem for many memory budgets, several times faster than one by one.
 
-    What is learnt at one budget helps with the next, so this is several times faster than `solve` for each. Objectives
-    are the same; where several choices cost the same, the choice may be another one.
+    The budgets share the passes of the dual. Objectives are the same as those of `solve`. If several choices have the
+    same cost, the choice may differ.
+
+    Args:
+        problem: The costs and the time budget. Its own memory budget is not used.
+        budgets: Memory budgets in bytes; None for no limit.
+        relative_gap: As in `solve`.
+
+    Returns:
+        One solution per budget, in the order given.
 
     Raises:
-        Infeasible: a budget is below `smallest_memory`.
+        Infeasible: A budget is below `smallest_memory`.
 
-    >>> problem = Problem([[0, 1, 3], [0, 2, 9]], [[8, 4, 0], [8, 4, 0]], [[1, 1, 1], [1, 1, 1]])
-    >>> [solution.objective for solution in frontier(problem, [16, 12, 8, 4])]
-    [0.0, 1.0, 3.0, 5.0]
+    Example:
+        >>> problem = Problem([[0, 1, 3], [0, 2, 9]], [[8, 4, 0], [8, 4, 0]], [[1, 1, 1], [1, 1, 1]])
+        >>> [solution.objective for solution in frontier(problem, [16, 12, 8, 4])]
+        [0.0, 1.0, 3.0, 5.0]
     """
     unlimited = Instance.of(replace(problem, memory_budget=None))
     dual, twins = Dual(unlimited.weights), _twins(unlimited)
@@ -82,10 +96,14 @@ def frontier(problem: Problem, budgets: Iterable[int | None], *, relative_gap: f
 
 
 def smallest_memory(problem: Problem) -> int:
-    """The smallest memory budget, in bytes, that can be kept under the problem's time budget.
+    """Return the smallest memory budget, in bytes, that is feasible with the problem's time budget.
 
-    >>> smallest_memory(Problem([[0, 0]] * 2, [[8, 2]] * 2, [[1.0, 1.4]] * 2, time_budget=1.3))
-    10
+    Raises:
+        Infeasible: No assignment keeps the time budget.
+
+    Example:
+        >>> smallest_memory(Problem([[0, 0]] * 2, [[8, 2]] * 2, [[1.0, 1.4]] * 2, time_budget=1.3))
+        10
     """
     instance = Instance.of(problem)
     leanest = _least(instance, MEMORY, Effort(MOST_STATES))
@@ -95,10 +113,14 @@ def smallest_memory(problem: Problem) -> int:
 
 
 def smallest_time(problem: Problem) -> float:
-    """The smallest time budget that can be kept under the problem's memory budget.
+    """Return the smallest time budget that is feasible with the problem's memory budget.
 
-    >>> smallest_time(Problem([[0, 0]] * 2, [[8, 2]] * 2, [[1.0, 1.4]] * 2, memory_budget=12))
-    1.2
+    Raises:
+        Infeasible: No assignment keeps the memory budget.
+
+    Example:
+        >>> smallest_time(Problem([[0, 0]] * 2, [[8, 2]] * 2, [[1.0, 1.4]] * 2, memory_budget=12))
+        1.2
     """
     instance = Instance.of(problem)
     fastest = _least(instance, TIME, Effort(MOST_STATES))
@@ -125,9 +147,15 @@ def _minimise(
     relative_gap: float = 0.0,
     target: float | None = None,
 ) -> _Outcome:
-    """Bound, then search what the bound leaves open, more widely each time. `choice` is any assignment that fits.
+    """Bound the cost, then search the entries that the bound leaves open, with more states in each round.
 
-    With a `target`, it also ends once that cost is reached, or known to be out of reach.
+    Args:
+        instance: The problem.
+        dual: Its dual.
+        choice: Any assignment that fits.
+        effort: The number of states and the time that the search may take.
+        relative_gap: Stop at this proven gap.
+        target: Stop when this cost is reached, or proven to be out of reach.
     """
     passes = dual.maximise(instance.limits, instance.totals(choice))
     nearest = np.argsort(-dual.values(instance.limits), kind="stable")[:NEAR]
@@ -148,12 +176,12 @@ def _minimise(
             lower = upper
         cost = reference + upper
         proven = upper - lower <= relative_gap * abs(cost)
-        decided = target is not None and (cost <= target or reference + lower > target)
+        decided = target is not None and (cost <= target or reference + lower > target + BETTER)
         if proven or decided or complete or effort.exhausted:
             break
 
-        # Keep what the choice has, except where a better assignment cannot have it. Open the entries that look best;
-        # an assignment with any of the others costs at least as much as the first one left out.
+        # The base is the choice, except for entries that no better assignment has. Open the entries with the lowest
+        # bounds. An assignment with any other entry costs at least the bound of the first entry that is left out.
         base = np.where(candidate[blocks, choice], choice, at_least.argmin(axis=1))
         candidate[blocks, base] = False
         rows, columns = np.nonzero(candidate)
@@ -180,11 +208,11 @@ def _minimise(
 
 
 def _bounds(instance: Instance, choice: Integers, prices: Floats) -> tuple[Floats, float]:
-    """(blocks, configurations): what any assignment with this entry costs at least. And what any assignment does.
+    """Return lower bounds on the cost of assignments with each entry, (blocks, configurations), and of all assignments.
 
-    An assignment with an entry costs at least L(p) plus the entry's reduced cost: what it costs above the cheapest of
-    its block at prices p. The choice itself costs L(p) plus all its own reduced costs plus the price of what it leaves
-    unused; so, counted from the choice, L(p) is minus these.
+    An assignment with an entry costs at least L(p) plus the entry's reduced cost: the difference to the cheapest entry
+    of its block at prices p. The choice itself costs L(p) plus all its reduced costs plus the price of the unused
+    memory and time. Relative to the choice, L(p) is therefore minus these.
     """
     shifted = instance.weights - instance.weights[:, np.arange(len(choice)), choice][:, :, None]
     slack = instance.limits - instance.totals(choice)[1:]
@@ -202,10 +230,10 @@ def _bounds(instance: Instance, choice: Integers, prices: Floats) -> tuple[Float
 
 
 def _steer(instance: Instance, dual: Dual, choice: Integers, nearest: Integers) -> Integers:
-    """Walk from an assignment that fits towards the dual's best ones, block by block, while it fits and as it pays.
+    """Change a feasible assignment towards the dual's best ones, block by block, as long as it fits and costs less.
 
-    A search can only change a few blocks. Where many blocks are alike, the dual moves them all at once, from far within
-    the budgets to far beyond; the search should begin somewhere on the way.
+    The search can only change a few blocks. If many blocks are alike, the dual changes them all at once, from far below
+    the budgets to far above. The search should start between the two.
     """
     fitting_cost = np.where((dual.totals[:, 1:] <= instance.limits).all(axis=1), dual.totals[:, COST], np.inf)
     if fitting_cost.min() < instance.totals(choice)[COST]:
@@ -225,7 +253,7 @@ def _steer(instance: Instance, dual: Dual, choice: Integers, nearest: Integers) 
 
 
 def _start(instance: Instance) -> Integers | None:
-    """Any assignment that keeps both budgets; None if there is none."""
+    """Return any assignment that keeps both budgets; None if there is none."""
     for what in (MEMORY, TIME):
         choice = _extreme(instance, what)
         if instance.fits(choice):
@@ -235,9 +263,9 @@ def _start(instance: Instance) -> Integers | None:
 
 
 def _least(instance: Instance, what: int, effort: Effort, target: float | None = None) -> Integers | None:
-    """The assignment of least memory (or time) that keeps the other budget; None if none keeps it.
+    """Return the assignment of least memory (or time) that keeps the other budget; None if none keeps it.
 
-    It is the same problem again: memory becomes the cost, and its limit goes.
+    This is the same problem with memory as the cost and without its limit.
     """
     other = MEMORY + TIME - what
     start = _extreme(instance, other)
@@ -251,7 +279,7 @@ def _least(instance: Instance, what: int, effort: Effort, target: float | None =
 
 
 def _extreme(instance: Instance, what: int) -> Integers:
-    """Least memory and then least time in every block (or the other way round)."""
+    """Return the assignment with least memory, then least time, in every block (or the other way round)."""
     amount, other = instance.weights[what], instance.weights[MEMORY + TIME - what]
     amount = np.where(np.isfinite(instance.weights[COST]), amount, np.inf)
     least = amount == amount.min(axis=1, keepdims=True)
@@ -292,7 +320,7 @@ def _solution(problem: Problem, instance: Instance, outcome: _Outcome, twins: li
 
 
 def _twins(instance: Instance) -> list[Integers]:
-    """Groups of blocks with equal rows: whatever they were given, they can exchange."""
+    """Return groups of blocks with equal rows, which can exchange configurations."""
     groups: dict[bytes, list[int]] = {}
     for block, row in enumerate(np.ascontiguousarray(instance.weights.transpose(1, 0, 2))):
         groups.setdefault(row.tobytes(), []).append(block)

@@ -11,7 +11,7 @@ import pytest
 
 import baoc.solve
 from baoc.solve import Infeasible, Problem, Solution, core, frontier, smallest_memory, smallest_time, solve, solver
-from benchmarks.solve import BINDING, SLACK, highs, instance
+from tests.solve.instances import BINDING, SLACK, highs, instance
 
 TIME_STEP = 1e-9
 
@@ -235,7 +235,7 @@ def test_no_entry_is_chosen_that_another_one_beats(family):
 def test_states_are_only_dropped_for_better_ones(times):
     random = np.random.default_rng(times)
     states = np.stack([random.integers(0, 300, 800), random.integers(0, 300, 800), random.integers(0, times, 800)])
-    kept = core._front(states.astype(float))
+    kept = core.pareto_front(states.astype(float))
     no_worse = (states[:, kept, None] <= states[:, None, :]).all(axis=0)  # [kept, all]
     assert no_worse.any(axis=0).all()
     assert len(kept) < 500

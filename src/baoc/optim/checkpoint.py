@@ -1,4 +1,4 @@
-"""From a state dict to an optimizer's state: checked as a whole first, then moved into the plan that is wanted."""
+"""Checkpoints: a state dict is checked as a whole first, and then converted into the plan of the optimizer."""
 
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from baoc.core.configuration import Configuration, Layout, parse
+from baoc.core.configuration import Configuration, Layout
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.spec import real_shape
-from baoc.optim import blocks, groups, torch_state
+from baoc.optim import groups, torch_state
 from baoc.optim.groups import Group, Member
-from baoc.optim.lr_match import lr_scales
-from baoc.optim.migrate import Holding, Move
+from baoc.optim.migrate import Holding, Move, lr_scales
 from baoc.optim.state import ParamState
 
 PLAN = "plan"
-"""The key of the first group with parameters under which a state dict has the plan file's own text, once: readers of
-distributed checkpoints take it for one value, so a plan is replaced as a whole and never mixed with another. They ask
-the live group for the keys that it wants, so the key is there too, without a text. Parameters go by their positions:
-names are for people, and may differ between two optimizers that go on from one checkpoint."""
+"""The key of the first group with parameters under which a state dict holds the text of the plan file, once. Readers of
+distributed checkpoints treat it as one value, so a plan is replaced as a whole and never mixed with another. They ask
+the live group for its keys, so the key is there too, with an empty text. The plan names parameters by their positions:
+names may differ between two optimizers that continue from one checkpoint."""
 PLANNER = "planner"
-"""Likewise, for what an optimizer that plans for itself knows besides; a text that only it can read."""
+"""The same for a text that only the optimizer's planner can read."""
 CARRIED = (PLAN, PLANNER)
 SAMPLES = "baoc.samples"
-"""The key of the first trainable parameter's state under which such an optimizer has its sampled gradients: only there
-do all kinds of checkpoints look for tensors."""
+"""The key of the first trainable parameter's saved state under which the tensors of a planner are stored: all kinds of
+checkpoints look for tensors only there."""
 _WRAPPERS = ("module.", "model.")
-_ASSIGNMENTS, _SETTINGS = "assignments", "plan_settings"  # how plans were saved before, parameter by parameter
 
 
 class CheckpointError(ValueError):
@@ -42,7 +40,7 @@ class CheckpointError(ValueError):
 
 
 class Prepared(NamedTuple):
-    """What is to be installed."""
+    """What a checkpoint installs."""
 
     state: dict[Any, Any]
     param_groups: list[Group]
@@ -52,7 +50,7 @@ class Prepared(NamedTuple):
 
 
 def reserve(param_groups: Sequence[Group], key: str) -> None:
-    """Give the group that will carry a text its key."""
+    """Add a key to the group that will carry its text."""
     carrier = next((group for group in param_groups if group["params"]), None)
     if carrier is not None:
         carrier.setdefault(key, "")
@@ -71,16 +69,16 @@ def write_plan(packed_groups: Sequence[Group], plan: Plan) -> None:
 
 
 def positions_by_name(param_groups: Sequence[Group]) -> dict[str, str]:
-    """Where each parameter is, by which a checkpoint knows it."""
+    """Return the position of each parameter, by which a checkpoint identifies it."""
     return dict(zip((name for name, _ in groups.named_params(param_groups)), groups.positions(param_groups)))
 
 
 def copied(state_dict: Any) -> dict[str, Any]:
-    """A shallow copy of a state dict, for hooks to write to."""
+    """Return a shallow copy of a state dict, for hooks to write to."""
     if not isinstance(state_dict, Mapping):
         raise CheckpointError(
-            f"this is not an optimizer's state dict but a {type(state_dict).__name__}. Pass what "
-            "optimizer.state_dict() gave."
+            f"a state dict must be a mapping, got a {type(state_dict).__name__}. Pass the result of "
+            "optimizer.state_dict()."
         )
     return dict(state_dict)
 
@@ -92,10 +90,18 @@ def prepare(
     own_plan: Plan | None,
     offload: bool | None = None,
 ) -> Prepared:
-    """What ``load_state_dict`` is to install; nothing is changed, and whatever is wrong is a :class:`CheckpointError`.
+    """Return what ``load_state_dict`` installs, with state for every trainable parameter. Nothing is changed.
 
-    ``own_plan``: the optimizer's own stays, and the checkpoint's state is migrated into it. Without one, the
-    checkpoint's is taken over, if it has one, with state where it was, or where ``offload`` says.
+    Args:
+        state_dict: the checkpoint.
+        members: the parameters of the optimizer.
+        current: its param groups.
+        own_plan: the plan to keep; the state of the checkpoint is migrated into it. ``None``: take over the plan of the
+            checkpoint, if it has one.
+        offload: whether the state of a plan that is taken over is in host memory. ``None``: where it was.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or does not fit the optimizer.
     """
     try:
         return _prepare(state_dict, members, current, own_plan, offload)
@@ -152,23 +158,23 @@ def _prepare(
     held: defaultdict[Any, Any] = defaultdict(dict)
     held.update(others)
     for member, move in zip(members, moves):
-        if move.holding.state:
+        if move.holding.state or member.is_trained:
             held[member.param] = move.convert()
     assigned = [
         (name, real_shape(param), replace(move.block, lr_scale=scales[move.block.name]))
         for (name, param), move in zip(groups.named_params(loaded), moves)
     ]
     settings = next((plan.settings for plan in (own_plan, saved_plan) if plan is not None), {})
-    return Prepared(held, loaded, blocks.plan_of(assigned, settings), planner, samples)
+    return Prepared(held, loaded, groups.plan_of(assigned, settings), planner, samples)
 
 
 def _who(group: Group) -> Group:
-    """What says who is in a group: an optimizer that has names keeps them."""
+    """Return the entries that say which parameters are in a group: an optimizer that has names keeps them."""
     return {key: group[key] for key in ("params", "param_names") if key in group}
 
 
 def _read_groups(state_dict: Mapping[str, Any]) -> list[Group]:
-    """The saved groups, checked for what must be in them, with our names for torch's settings."""
+    """Return the saved groups, checked, with our names for torch's settings."""
     for key, kind in (("param_groups", list), ("state", dict)):
         if not isinstance(state_dict.get(key), kind):
             raise CheckpointError(
@@ -211,7 +217,7 @@ def _check_groups(saved: Sequence[Group], current: Sequence[Group]) -> None:
 
 
 def _bare(names: Sequence[str]) -> list[str]:
-    """Names without what wrappers put before all of them."""
+    """Return names without the prefixes of wrappers."""
     bare = list(names)
     while bare and any(all(name.startswith(prefix) for name in bare) for prefix in _WRAPPERS):
         bare = [name.partition(".")[2] for name in bare]
@@ -221,44 +227,16 @@ def _bare(names: Sequence[str]) -> list[str]:
 def _read_plan(saved: Sequence[Group]) -> Plan | None:
     """Take the plan out of saved groups; ``None`` if they are torch's."""
     texts = [group.pop(PLAN) for group in saved if PLAN in group]
-    settings = [group.pop(_SETTINGS, {}) for group in saved]
-    assignments = [group.pop(_ASSIGNMENTS, None) for group in saved]
-    if any(texts):
-        try:
-            return Plan.from_json(next(text for text in texts if text))
-        except PlanError as error:
-            raise CheckpointError(f"the checkpoint's plan is damaged: {error}") from None
-    if all(entries is None for entries in assignments):
+    if not any(texts):
         return None
-    assigned = []
-    positions = iter(groups.positions(saved))
-    for index, (group, entries) in enumerate(zip(saved, assignments)):
-        if len(entries or ()) != len(group["params"]):
-            raise CheckpointError(
-                f"the checkpoint's group {index} has {len(group['params'])} parameters and {len(entries or ())} "
-                "assignments of configurations: it is damaged."
-            )
-        for entry in entries or ():
-            name = next(positions)
-            assigned.append((name, (), _read_assignment(entry, name)))
-    return blocks.plan_of(assigned, settings[0])
-
-
-def _read_assignment(entry: Any, name: str) -> Block:
-    """The block of a parameter as it was saved before. Distributed checkpoints lose empty values."""
     try:
-        configuration = parse(entry["configuration"])
-        return Block(
-            str(entry["block"]), configuration, {}, entry.get("lr_scale"), entry.get("risk", {}), entry.get("why", "")
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"the checkpoint's assignment of parameter {name!r} cannot be read ({error!r}): it is damaged."
-        ) from None
+        return Plan.from_json(next(text for text in texts if text))
+    except PlanError as error:
+        raise CheckpointError(f"the checkpoint's plan is damaged: {error}") from None
 
 
 def _blocks(saved: Sequence[Group], plan: Plan | None) -> list[Block | None]:
-    """The saved block of every parameter; the plan must speak of these and of no others."""
+    """Return the saved block of every parameter; the plan must cover these and no others."""
     positions = groups.positions(saved)
     if plan is None:
         return [None] * len(positions)
@@ -275,7 +253,7 @@ def _blocks(saved: Sequence[Group], plan: Plan | None) -> list[Block | None]:
 
 
 def _must_have_state(member: Member, theirs: Block | None) -> bool:
-    """Torch's optimizers have none for parameters without gradients, and nobody has for frozen ones."""
+    """Return whether a missing entry is an error. torch has none without a gradient, and no one for frozen ones."""
     if theirs is None or not member.param.requires_grad:
         return False
     return bool(theirs.configuration.layout(member.shape, rows=member.place.rows).formats)
@@ -291,13 +269,13 @@ def _entry(state: Mapping[Any, Any], key: Any, member: Member) -> dict[str, Any]
 
 
 def _placed(block: Block, member: Member, offload: bool | None) -> Block:
-    """A saved block as it is taken over: what cannot be offloaded here is not, wherever it was saved."""
+    """Return a saved block for this optimizer: state that cannot be offloaded here stays with its parameter."""
     host = block.host if offload is None else offload
     return replace(block, host=host and member.obstacle_to_offloading is None)
 
 
 def _move(member: Member, entry: dict[str, Any], theirs: Block | None, taken_over: Block | None) -> Move:
-    """What a checkpoint holds for one parameter, and the block it goes to. Raises if it does not fit."""
+    """Return what a checkpoint holds for one parameter, and the block it goes to. Raises if it does not fit."""
     block, lr_scale = member.block, None
     if torch_state.is_torch_entry(entry):
         configuration, state = torch_state.read_entry(entry, member.name)
@@ -320,12 +298,12 @@ def _move(member: Member, entry: dict[str, Any], theirs: Block | None, taken_ove
 
 
 def _fitted(member: Member, configuration: Configuration, state: ParamState) -> ParamState:
-    """Saved state where the block has it, every buffer checked against the layout and none of them cast."""
+    """Return saved state on the block's device. Every buffer is checked against the layout, and none is cast."""
     if not state:
         return {}
     fitted: ParamState = {}
     layout = configuration.layout(member.shape, rows=member.place.rows)
-    state = _of_today(layout, {key: _unwrapped(member, layout, key, value) for key, value in state.items()})
+    state = {key: _unwrapped(member, layout, key, value) for key, value in state.items()}
     for key, buffer in layout.buffers.items():
         tensor = state.get(key)
         held = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else "nothing"
@@ -348,26 +326,9 @@ def _fitted(member: Member, configuration: Configuration, state: ParamState) -> 
 
 
 def _unwrapped(member: Member, layout: Layout, key: str, value: Any) -> Any:
-    """What of a saved tensor is for this rank."""
+    """Return this rank's part of a saved tensor."""
     is_buffer = isinstance(value, Tensor) and key in layout.buffers
     return member.place.unwrap(value, layout.buffers[key]) if is_buffer else value
-
-
-def _of_today(layout: Layout, state: ParamState) -> ParamState:
-    """Saved state in which no slot is stored in an earlier way."""
-    state = dict(state)
-    for stored in layout.formats:
-        prefix = stored.slot.name
-        names = {key: key[len(prefix) + 1 :] for key in state if key == prefix or key.startswith(f"{prefix}.")}
-        tensors = {own: state[key] for key, own in names.items() if key != stored.age_key}
-        found = {own: tensor for own, tensor in tensors.items() if isinstance(tensor, Tensor)}
-        is_current = {name: tuple(tensor.shape) for name, tensor in found.items()} == {
-            buffer.name: buffer.shape for buffer in stored.buffers
-        }
-        adopted = None if is_current or not found else stored.adopted(found)
-        if adopted is not None:
-            state |= {stored.key(name): tensor for name, tensor in adopted.items()}
-    return state
 
 
 def _age(member: Member, state: ParamState, key: str) -> int:

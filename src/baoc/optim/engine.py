@@ -1,31 +1,40 @@
-"""The kernels of one optimizer: which one runs on which device, and why."""
+"""The kernels of one optimizer: which one runs on which device, and why. State in host memory goes by way of the host.
+
+For offloaded state, gradients are copied to the host in buckets, the host's kernel advances the state, and the result
+is copied back. For most update rules the result is the parameter, which has to be copied down too. For rules that work
+on matrices it is the direction before matrices are finished: their products run on the device, where they are cheap,
+and the parameter stays there.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from baoc.core.spec import Reach
 from baoc.core.text import human_bytes
 from baoc.optim import kernels
 from baoc.optim.groups import Member
 from baoc.optim.kernels import Choice, Kernel
-from baoc.optim.offload import OffloadKernel
-from baoc.optim.offload.lanes import lane_to
-from baoc.optim.offload.staging import BUFFERS, Staging
+from baoc.optim.kernels.job import Job
+from baoc.optim.kernels.matrices import Rows, run_matrices
 from baoc.optim.place import HOST
+from baoc.optim.staging import BUFFERS, Staging, lane_to
+from baoc.optim.state import ParamState, misfit
 
 logger = logging.getLogger("baoc")
 
 
 class Engine:
-    """Chooses kernels, and has the memory through which offloaded state meets its gradients.
+    """Chooses kernels, and holds the buffers through which offloaded state meets its gradients.
 
     Args:
         request: one of :data:`baoc.optim.kernels.REQUESTS`.
-        bucket_bytes: of host memory that a bucket takes at most: see :class:`~baoc.optim.offload.staging.Staging`.
+        bucket_bytes: the largest bucket in host memory; see :class:`~baoc.optim.staging.Staging`.
     """
 
     def __init__(self, request: str, bucket_bytes: int) -> None:
@@ -39,14 +48,14 @@ class Engine:
 
     @property
     def staging_bytes(self) -> int:
-        """Host memory of all buffers."""
+        """Bytes of host memory in all buffers."""
         return sum(staging.nbytes for staging in self._stagings.values())
 
-    def kernel_for(self, device: torch.device, members: Sequence[Member]) -> Kernel:
-        """What updates parameters of a device; an error if nothing can that was asked for."""
+    def kernel_for(self, device: torch.device, jobs: Sequence[Job]) -> Kernel:
+        """Return what updates the parameters of a device; raise if the requested kernel cannot."""
         choice = kernels.choose(self._request, device)
         self._report(choice)
-        if not any(member.is_offloaded for member in members):
+        if not any(job.offloaded for job in jobs):
             return choice.kernel
         host = self._on_host()
         self._report(host)
@@ -54,16 +63,22 @@ class Engine:
             self._stagings[device] = Staging(lane_to(device), self._bucket_bytes)
         return OffloadKernel(choice.kernel, host.kernel, self._stagings[device])
 
-    def describe(self, members: Sequence[Member]) -> str:
-        """Every device's kernel, what it leaves to torch operations, and what goes by way of the host."""
-        by_device: dict[torch.device, list[Member]] = {}
+    def describe(self, members: Iterable[Member], state: Mapping[Tensor, ParamState]) -> str:
+        """Describe the kernel of every device, what it leaves to torch operations, and what goes by way of the host."""
+        by_device: dict[torch.device, list[Job]] = {}
         for member in sorted(members, key=lambda member: str(member.param.device)):
-            by_device.setdefault(member.param.device, []).append(member)
+            own, place, param = state.get(member.param, {}), member.place, member.param.detach()
+            held, grad = place.held(own), param if member.param.grad is None else member.param.grad
+            if misfit(member.layout, held, member.state_device) is None:  # else it is frozen, or did not step yet
+                tensors = place.local(param), place.local(grad), own, held
+                about = place, member.name, member.is_offloaded
+                job = Job(member.layout, *tensors, {}, {}, (), False, *about)
+                by_device.setdefault(job.param.device, []).append(job)
         lines = []
         for device, here in by_device.items():
             choice = kernels.choose(self._request, device)
             lines.append(str(choice) + kernels.left_out(choice.kernel, here))
-            offloaded = [member for member in here if member.is_offloaded]
+            offloaded = [job for job in here if job.offloaded]
             if offloaded:
                 host, size = self._on_host(), human_bytes(self._bucket_bytes)
                 lines.append(
@@ -73,7 +88,7 @@ class Engine:
         return "; ".join(lines)
 
     def _on_host(self) -> Choice:
-        """A kernel that was asked for by name may be one of the device's own."""
+        """Return the host's kernel: a kernel that was requested by name may exist on the device only."""
         return kernels.choose(self._request if self._request in ("native", "eager") else "auto", HOST)
 
     def _report(self, choice: Choice) -> None:
@@ -87,3 +102,79 @@ class Engine:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
+
+
+class OffloadKernel:
+    """Runs jobs whose state is in host memory by way of the host, and the others on the device.
+
+    Args:
+        device: the kernel of the parameters' device.
+        host: the kernel of the host.
+        staging: between the two.
+    """
+
+    def __init__(self, device: Kernel, host: Kernel, staging: Staging) -> None:
+        self.name = f"{device.name}, {host.name} on the host"
+        self._device, self._host, self._staging = device, host, staging
+
+    def run(self, jobs: Iterable[Job]) -> bool:
+        own: list[Job] = []
+        whole: list[Job] = []
+        matrices: list[Job] = []
+        for job in jobs:
+            if not job.offloaded:
+                own.append(job)
+                continue
+            job.refuse_freed()
+            if job.param.numel():
+                (matrices if _goes_up_as_direction(job) else whole).append(job)
+        self._staging.begin()
+        spiked = [self._device.run(own)] if own else []  # first: a GPU works on it while the host does the rest
+        if matrices:  # likewise
+            run_matrices(matrices, self._rows(matrices, spiked))
+        self._staging.run(whole, lambda staged: spiked.append(self._host.run(staged)))
+        self._staging.lane.end()
+        return any(spiked)
+
+    def rows(self, jobs: Sequence[Job], spiked: list[bool] | None = None) -> Rows:
+        return self._rows(jobs, [] if spiked is None else spiked)
+
+    def _rows(self, jobs: Sequence[Job], spiked: list[bool]) -> Rows:
+        return _OffloadedRows(self._device.rows(jobs), self._host.rows(jobs, spiked), self._staging)
+
+
+class _OffloadedRows:
+    """The rows of matrices: momentum on the host, everything after it on the device."""
+
+    def __init__(self, device: Rows, host: Rows, staging: Staging) -> None:
+        self._device, self._host, self._staging = device, host, staging
+
+    def directions(self, jobs: Sequence[Job], out: Sequence[Tensor]) -> None:
+        def work(staged: Sequence[Job]) -> None:
+            self._host.directions(staged, [job.param for job in staged])
+
+        self._staging.run([job._replace(param=each, memo=None) for job, each in zip(jobs, out)], work, fresh=True)
+        self._staging.lane.end()
+
+    def adapt(self, jobs: Sequence[Job], finished: Sequence[Tensor]) -> list[Tensor]:
+        """Advance the slots of finished directions, a number for each row, on the device, and copy them back."""
+        formats = (stored for stored in jobs[0].layout.formats if stored.slot.of_direction)
+        keys = [key for stored in formats for _, key in stored.keys]
+        if not keys:
+            return list(finished)
+        raised = [{key: job.held[key].to(job.param.device) for key in keys} for job in jobs]
+        adapted = self._device.adapt(
+            [job._replace(held={**job.held, **up}, memo=None) for job, up in zip(jobs, raised)], finished
+        )
+        for job, up in zip(jobs, raised):
+            for key in keys:
+                job.held[key].copy_(up[key])
+        return adapted
+
+    def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
+        self._device.move(jobs, directions)
+
+
+def _goes_up_as_direction(job: Job) -> bool:
+    """Return whether only a direction is copied up. With coupled decay it depends on the parameter, which comes too."""
+    return job.layout.reach is Reach.MATRIX and job.layout.mechanism.decoupled

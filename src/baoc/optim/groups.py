@@ -1,12 +1,12 @@
-"""Reading torch's param groups: names, hyper-parameters, and which block of the plan each parameter is in."""
+"""torch's param groups: names, hyper-parameters, and the block of the plan that each parameter belongs to."""
 
 from __future__ import annotations
 
-import functools
 import math
+import numbers
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,24 +14,45 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from baoc.core.configuration import Configuration, Layout
-from baoc.core.mechanisms import known_settings
-from baoc.core.plan import Block, Plan
-from baoc.core.roles import canonical_name
+from baoc.core.mechanisms import MECHANISMS, known_settings
+from baoc.core.plan import Block, Plan, PlanError
+from baoc.core.roles import Role, canonical_name
+from baoc.core.sharding import Ranks
 from baoc.core.spec import Hyper, Shape, real_shape
 from baoc.optim.place import HOST, WHOLE, Place, has_own_memory, place_of
+from baoc.optim.state import Memo, ParamState, is_fresh, misfit, new_state
 
 Group = dict[str, Any]
 
 
+# ---- members ----
+
+
 @dataclass(frozen=True)
 class Member:
-    """One parameter in its place, as groups and plan said when it was read off them: see :class:`Roster`."""
+    """One parameter with its name, group, block and place. Valid until groups, plan or shapes change."""
 
     name: str
     param: Tensor
     group: Group
-    block: Block  # of the plan
+    block: Block
     place: Place
+
+    # what a step reads is computed once
+    param_shape: torch.Size = field(init=False)  # as torch shows it; gradients must have it too
+    shape: Shape = field(init=False)  # the global shape as layouts see it: a complex parameter has a last dim of 2
+    layout: Layout = field(init=False)
+    needs_view: bool = field(init=False)  # kernels see it, and its gradient, through its place
+    memo: Memo = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        shape = real_shape(self.param)
+        object.__setattr__(self, "param_shape", self.param.shape)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "layout", self.block.configuration.layout(shape, rows=self.place.rows))
+        is_plain = self.place is WHOLE and not self.param.is_complex() and self.param.dim() > 0
+        object.__setattr__(self, "needs_view", not is_plain)
+        object.__setattr__(self, "memo", Memo())
 
     @property
     def configuration(self) -> Configuration:
@@ -47,72 +68,119 @@ class Member:
 
     @property
     def is_offloaded(self) -> bool:
-        """It has state, in other memory than itself. Not kept: a model may move to another device."""
+        """Whether its state is in host memory while the parameter is not. Not cached: a model may move."""
         return self.block.host and has_own_memory(self.param.device) and bool(self.layout.formats)
 
     @property
     def obstacle_to_offloading(self) -> str | None:
-        """Why its state cannot be in other memory than itself, or ``None``."""
+        """Why its state cannot be in host memory, or ``None``."""
         if not has_own_memory(self.param.device):
             return None
         if self.place.ranks is not None:
-            return "it is sharded, and a DTensor's state must be where it is"
+            return "it is sharded, and the state of a DTensor must be on the same device"
         return f"it is a {type(self.param).__name__}" if is_traceable_wrapper_subclass(self.param) else None
 
-    @functools.cached_property
-    def shape(self) -> Shape:
-        return real_shape(self.param)
+    @property
+    def is_trained(self) -> bool:
+        """Whether it needs state: it is trainable, or was given a gradient by hand."""
+        return self.param.requires_grad or self.param.grad is not None
 
-    @functools.cached_property
-    def needs_view(self) -> bool:
-        """Kernels see it, and its gradient, through its place."""
-        return self.place is not WHOLE or self.param.is_complex() or not self.param.dim()
+    def refuse_gradient(self, grad: Tensor) -> None:
+        """Raise for a gradient that an update cannot read."""
+        if grad.shape != self.param.shape:
+            raise RuntimeError(
+                f"parameter {self.name!r} has shape {tuple(self.param.shape)}, but its gradient has shape "
+                f"{tuple(grad.shape)}. Clear gradients when a parameter is replaced."
+            )
+        raise RuntimeError(
+            f"parameter {self.name!r} has a sparse gradient, which BlockOptimizer does not support. Build its "
+            "embedding with sparse=False, or give it to torch.optim.SparseAdam."
+        )
 
-    @functools.cached_property
-    def layout(self) -> Layout:
-        return self.configuration.layout(self.shape, rows=self.place.rows)
 
+class Members:
+    """All parameters of some groups under a plan. Cached by the optimizer while :meth:`are_current` holds.
 
-class Roster:
-    """All members of some groups, kept for as long as they are what the groups say.
-
-    Loading replaces groups, frameworks replace parameters and parameters change their shapes, so nothing read off the
-    groups may be used again without asking :meth:`is_current`.
+    Loading replaces groups, frameworks replace parameters, and parameters change their shapes, all without notice.
     """
 
     def __init__(self, groups: Sequence[Group], plan: Plan) -> None:
-        self.members = tuple(members(groups, plan))
-        self._shapes = [member.param.shape for member in self.members]
-        self._sources = [_sources(group) for group in groups]
+        self.all = tuple(
+            Member(name, param, group, plan.block_of(name), place_of(param, name))
+            for (name, param), group in zip(named_params(groups), repeated(groups))
+        )
+        self.ranks: tuple[Ranks, ...] = tuple(
+            dict.fromkeys(member.place.ranks for member in self.all if member.place.ranks is not None)
+        )
         self._plan = plan
+        self._sources = [_sources(group) for group in groups]
+        self._geometry = [_geometry(member.param) for member in self.all]
 
-    def is_current(self, groups: Sequence[Group], plan: Plan) -> bool:
-        if len(groups) != len(self._sources) or plan is not self._plan:
+    def are_current(self, groups: Sequence[Group], plan: Plan) -> bool:
+        """Return whether groups hold the same objects, of the same geometry, under the same plan."""
+        if plan is not self._plan or len(groups) != len(self._sources):
             return False
         for group, seen in zip(groups, self._sources):
             now = _sources(group)
             if len(now) != len(seen) or not all(map(operator.is_, now, seen)):
                 return False
-        return [member.param.shape for member in self.members] == self._shapes
+        return [_geometry(member.param) for member in self.all] == self._geometry
+
+
+def _geometry(param: Tensor) -> tuple[object, ...]:
+    """Return what ``param.data = ...`` may change, besides the address."""
+    return param.shape, param.stride(), param.dtype
+
+
+def checked_state(member: Member, states: dict[Any, ParamState]) -> ParamState:
+    """Return the state of a parameter after a check against its layout.
+
+    State that does not fit is allocated anew if it has seen no gradient. So parameters may be unfrozen later, and a
+    model may move, change its dtype or be sharded before it trains.
+    """
+    state = states.get(member.param)
+    problem = None if state is None else misfit(member.layout, member.place.held(state), member.state_device)
+    if state is None or (problem and is_fresh(state)):
+        state = states[member.param] = new_state(member.layout, member.state_device, member.place)
+    elif problem:
+        raise RuntimeError(
+            f"parameter {member.name!r} has shape {member.shape} and {problem} ({member.configuration}). Did the "
+            "parameter or its state change its shape or device? Make a new optimizer, or undo the change."
+        )
+    return state
+
+
+def allocate(members: Iterable[Member], state: dict[Any, ParamState]) -> None:
+    """Give state to every trainable parameter that has none; drop untouched state of parameters that left.
+
+    Distributed checkpoint readers need every tensor to be there before they read. They also make a step with zero
+    gradients if an optimizer has no entries at all, so a stateless parameter has an empty one.
+    """
+    missing = [member for member in members if member.is_trained and member.param not in state]
+    new = {member.param: new_state(member.layout, member.state_device, member.place) for member in missing}
+    known = {id(member.param) for member in members}
+    left = [key for key in state if isinstance(key, Tensor) and id(key) not in known]
+    state.update(new)
+    for key in left:
+        if is_fresh(state[key]):
+            del state[key]
 
 
 def _sources(group: Group) -> list[object]:
-    """The objects that say who is in a group."""
+    """Return the objects that say which parameters a group has."""
     return [group, group.get("param_names"), *group["params"]]
 
 
-def members(groups: Sequence[Group], plan: Plan) -> Iterator[Member]:
-    for (name, param), group in zip(named_params(groups), repeated(groups)):
-        yield Member(name, param, group, plan.block_of(name), place_of(param, name))
+# ---- names ----
 
 
 def named_params(groups: Sequence[Group]) -> Iterator[tuple[str, Any]]:
-    """All parameters, or their numbers in a state dict, under names that are different from each other, in order."""
+    """Yield all parameters (or their numbers in a state dict) in order, under distinct names."""
     return _distinct(groups, [names(group, index) for index, group in enumerate(groups)])
 
 
 def positions(groups: Sequence[Group]) -> list[str]:
-    """Every parameter's place, which is its name where nobody gave it one: ``0.3`` is parameter 3 of group 0."""
+    """Return the position of every parameter, such as ``0.3`` for parameter 3 of group 0."""
     return [name for name, _ in _distinct(groups, [_positions(group, index) for index, group in enumerate(groups)])]
 
 
@@ -130,18 +198,18 @@ def _distinct(groups: Sequence[Group], given: Sequence[Sequence[str]]) -> Iterat
 
 
 def repeated(groups: Sequence[Group]) -> Iterator[Group]:
-    """The group of every parameter, in order."""
+    """Yield the group of every parameter, in order."""
     return (group for group in groups for _ in group["params"])
 
 
 def names(group: Group, index: int) -> list[str]:
-    """Parameter names, or places like ``0.3`` (group 0, parameter 3) where none were given."""
+    """Return the parameter names of a group, or positions like ``0.3`` where it has none."""
     if "param_names" not in group:
         return _positions(group, index)
     if len(group["param_names"]) != len(group["params"]):
         raise ValueError(
-            f"param group {index} has {len(group['params'])} parameters and {len(group['param_names'])} names. Give "
-            "every parameter a name, or none."
+            f"param group {index} has {len(group['params'])} parameters and {len(group['param_names'])} names. Name "
+            "all parameters of a group, or none."
         )
     return [canonical_name(name) for name in group["param_names"]]
 
@@ -151,11 +219,11 @@ def _positions(group: Group, index: int) -> list[str]:
 
 
 def named(params: nn.Module | Iterable[Any]) -> Iterable[Any]:
-    """What torch's constructor takes: a module becomes its trainable parameters with their names."""
+    """Return what torch's constructor takes: for a module, its trainable parameters with their names."""
     if callable(params) and not isinstance(params, nn.Module):
         name = getattr(params, "__name__", type(params).__name__)
         raise TypeError(
-            f"params is {name}, which is to be called first: pass {name}(...), or the model itself, which has names "
+            f"params is the function {name}. Call it first, {name}(...), or pass the model itself, which has names "
             "for its parameters."
         )
     if not isinstance(params, nn.Module):
@@ -166,13 +234,111 @@ def named(params: nn.Module | Iterable[Any]) -> Iterable[Any]:
     return trainable
 
 
+def without_duplicates(group: Group) -> None:
+    """Drop every repetition of a parameter from a group, in place: one step updates it once."""
+    first = {id(param): index for index, param in reversed(list(enumerate(group["params"])))}
+    kept = sorted(first.values())
+    if len(kept) < len(group["params"]):
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][index] for index in kept]
+
+
+# ---- blocks ----
+
+
+def plan_of(assigned: Sequence[tuple[str, Shape, Block]], settings: Mapping[str, Any]) -> Plan:
+    """Return the plan in which each parameter is in the given block.
+
+    Blocks of the same name that differ, as an interrupted change of plans leaves them, get distinct names.
+
+    Args:
+        assigned: name, shape and block of every parameter. The parameters that a block lists itself are ignored.
+        settings: the settings of the new plan.
+    """
+    blocks: dict[str, tuple[Block, dict[str, Shape]]] = {}
+    for name, shape, block in assigned:
+        bare = replace(block, parameters={})
+        while bare.name in blocks and blocks[bare.name][0] != bare:
+            bare = replace(bare, name=f"{bare.name}'")
+        blocks.setdefault(bare.name, (bare, {}))[1][name] = shape
+    return Plan(tuple(replace(block, parameters=mine) for block, mine in blocks.values()), settings)
+
+
+def extended(
+    plan: Plan,
+    group: int,
+    configuration: Configuration,
+    shapes: Mapping[str, Shape],
+    roles: Mapping[str, Role],
+    *,
+    host: bool = False,
+) -> Plan:
+    """Return a plan with the parameters of one more group, all of one configuration where it suits them."""
+    if not shapes:
+        return plan
+    blocks = list(plan.blocks)
+    for block in Plan.uniform(configuration, shapes, roles).blocks:
+        of_group = f"group {group}" if block.name == "all" else f"group {group} {block.name}"
+        name = of_group if group else block.name
+        while name in {each.name for each in blocks}:
+            name += "'"
+        blocks.append(replace(block, name=name, host=host))
+    return replace(plan, blocks=tuple(blocks))
+
+
+def restricted(plan: Plan, shapes: Mapping[str, Shape]) -> Plan:
+    """Return a plan without the parameters that are gone."""
+    known = [(name, shape, plan.block_of(name)) for name, shape in shapes.items() if name in plan]
+    return plan_of(known, plan.settings)
+
+
+def refuse_two_answers(members: Iterable[Member], defaults: Plan) -> None:
+    """Raise if a plan was given and a group asks for a configuration too."""
+    given = {member.name: member.configuration for member in members}
+    asked = next((name for name, c in given.items() if c != defaults.block_of(name).configuration), None)
+    if asked is not None:
+        raise PlanError(
+            f"parameter {asked!r} is in a group with configuration {given[asked]}, but plan= is given as well. Drop "
+            "one of them: the plan has a configuration for every parameter."
+        )
+
+
+def refuse_offloading(members: Iterable[Member], plan: Plan) -> None:
+    """Raise if a plan has state in host memory where that is not possible."""
+    for member in members:
+        obstacle = member.obstacle_to_offloading if plan.block_of(member.name).host else None
+        if obstacle:
+            raise PlanError(
+                f"the state of parameter {member.name!r} cannot be in host memory while it is on "
+                f"{member.param.device}: {obstacle}. Leave out offload= and host_memory=, or the host of its block."
+            )
+
+
 # ---- hyper-parameters ----
 
 
+def refuse_idle(plan: Plan, settings: Mapping[str, Any]) -> None:
+    """Raise if a plan is given together with a setting that none of its update rules has."""
+    used = {block.configuration.mechanism for block in plan.blocks}
+    for name in settings:
+        owners = [mechanism.name for mechanism in MECHANISMS.values() if name in known_settings(mechanism)]
+        if not any(name in known_settings(mechanism) for mechanism in used):
+            raise ValueError(
+                f"{name}={settings[name]!r} would do nothing: it is a setting of {', '.join(owners)}, and the plan "
+                f"has {', '.join(sorted(mechanism.name for mechanism in used))}. Leave it out, or use one of those "
+                "update rules."
+            )
+
+
 def hyper(group: Group, place: str) -> Hyper:
-    """The group's numbers as they are now: schedulers write to them between steps.
+    """Read the hyper-parameters of a group as they are now: schedulers write to them between steps.
 
     As in torch, only :func:`check_hyper` is strict about ranges: a schedule may leave them for a while.
+
+    Args:
+        group: the param group.
+        place: what to call the group in an error.
     """
     lr, betas = group["lr"], group["betas"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -183,26 +349,39 @@ def hyper(group: Group, place: str) -> Hyper:
         beta2=float(betas[1]),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
-        settings={name: group[name] for name in known_settings() if name in group},
+        settings=group,
     )
-    numbers = {"lr": read.lr, "betas[0]": read.beta1, "betas[1]": read.beta2, "weight_decay": read.weight_decay}
-    if not math.isfinite(sum(numbers.values())):
+    if not math.isfinite(read.lr + read.beta1 + read.beta2 + read.weight_decay):
+        numbers = {"lr": read.lr, "betas[0]": read.beta1, "betas[1]": read.beta2, "weight_decay": read.weight_decay}
         for key, value in numbers.items():
             _check(math.isfinite(value), place, key, value, "a finite number")
     return read
 
 
+def with_plain_numbers(group: Group) -> Group:
+    """Return a group whose numpy scalars are plain numbers, which every kind of checkpoint can hold."""
+    plain: Group = {key: _plain(group[key]) for key in ("lr", "eps", "weight_decay") if key in group}
+    betas = group.get("betas")
+    return {**group, **plain, **({"betas": tuple(map(_plain, betas))} if isinstance(betas, (tuple, list)) else {})}
+
+
+def _plain(value: Any) -> Any:
+    is_numpy = isinstance(value, numbers.Real) and hasattr(value, "dtype")
+    return (int(value) if isinstance(value, numbers.Integral) else float(value)) if is_numpy else value
+
+
 def check_hyper(group: Group, place: str) -> None:
-    """Raise if a group's settings are out of range."""
+    """Raise if a setting of a group is out of range, or of a type that is not a plain number."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"{place}: Tensor lr must be 1-element, but it has shape {tuple(lr.shape)}.")
-    _check(_in_range(lr, lambda x: x >= 0), place, "lr", lr, "a finite number >= 0")
+    number = lr.item() if isinstance(lr, Tensor) else lr
+    _check(_in_range(number, lambda x: x >= 0), place, "lr", lr, "a finite number >= 0")
     betas = group["betas"]
     pair = isinstance(betas, (tuple, list)) and len(betas) == 2
     _check(pair, place, "betas", betas, "two numbers in [0, 1), like (0.9, 0.999)")
     for index, beta in enumerate(betas):
-        _check(_in_range(beta, lambda x: 0 <= x < 1), place, f"betas[{index}]", beta, "in [0, 1)")
+        _check(_in_range(beta, lambda x: 0 <= x < 1), place, f"betas[{index}]", beta, "a number in [0, 1)")
     for key in ("eps", "weight_decay"):
         _check(_in_range(group[key], lambda x: x >= 0), place, key, group[key], "a finite number >= 0")
     for setting in known_settings().values():
@@ -211,7 +390,7 @@ def check_hyper(group: Group, place: str) -> None:
 
 
 def _in_range(value: Any, test: Any) -> bool:
-    return _accepts(lambda x: math.isfinite(float(x)) and test(float(x)), value)
+    return isinstance(value, (int, float)) and math.isfinite(value) and bool(test(value))
 
 
 def _accepts(test: Any, value: Any) -> bool:
@@ -223,4 +402,4 @@ def _accepts(test: Any, value: Any) -> bool:
 
 def _check(right: bool, place: str, key: str, value: object, wanted: str) -> None:
     if not right:
-        raise ValueError(f"{place}: invalid {key}: {value}. It must be {wanted}.")
+        raise ValueError(f"{place}: invalid {key}: {value!r}. It must be {wanted}.")

@@ -1,15 +1,16 @@
-"""Moving state between configurations.
+"""State moves between configurations, and learning rates are matched so that updates keep their length.
 
-What mechanisms have in common is the *mean* that a slot stands for: a slot divided by the mass of its recurrence. Means
-are decoded, rescaled and encoded again, a tile at a time and one parameter at a time, so old and new state exist side
-by side for one parameter only, and until its new state is complete the old one is as it was.
+Update rules have in common the *mean* that a slot stands for: a slot divided by the mass of its recurrence. Means are
+decoded, rescaled and encoded again, a tile at a time and one parameter at a time. So old and new state exist side by
+side for one parameter only, and the old state does not change until the new one is complete.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from baoc.core.codecs import Format, SummedFormat
 from baoc.core.configuration import Layout
-from baoc.core.mechanisms import Evidence, Mechanism
-from baoc.core.plan import Block
+from baoc.core.mechanisms import Evidence, Mechanism, pooled_rms
+from baoc.core.plan import Block, Plan
 from baoc.core.rounding import NEAREST
 from baoc.core.spec import Hyper
 from baoc.optim import groups
@@ -31,14 +32,14 @@ from baoc.optim.state import ParamState, ages_of, new_age, new_slot, new_state, 
 
 @dataclass(frozen=True)
 class Holding:
-    """One parameter, what it is updated with, and the state it has."""
+    """One parameter with its layout and its state."""
 
     param: Tensor  # as its place shows it
     layout: Layout
     state: ParamState
     hyper: Hyper
     place: Place
-    has_stepped: bool = False  # in this process: what is stateless does not tell
+    has_stepped: bool = False  # in this process: a stateless configuration does not tell
 
     @property
     def mechanism(self) -> Mechanism:
@@ -46,7 +47,7 @@ class Holding:
 
     @functools.cached_property
     def ages(self) -> dict[str, int]:
-        """Of the slots that have seen a gradient."""
+        """The ages of the slots that have seen a gradient."""
         return {name: age for name, age in ages_of(self.layout, self.state).items() if age > 0} if self.state else {}
 
     @functools.cached_property
@@ -57,11 +58,11 @@ class Holding:
         return row_tiles(self.param.shape, TILE_NUMEL)
 
     def value(self, stored: Format, rows: slice) -> Tensor:
-        """fp32 rows of a slot."""
+        """Return fp32 rows of a slot."""
         return stored.decode(stored.held_in(self._held), rows)
 
     def means(self, rows: slice) -> dict[str, Tensor]:
-        """fp32 rows of every slot that has seen a gradient, as weighted means."""
+        """Return fp32 rows of every slot that has seen a gradient, as weighted means."""
         slots = {stored.slot.name: stored for stored in self.layout.formats}
         mass = self.mechanism.mass
         return {name: self.value(slots[name], rows) / mass(name, age, self.hyper) for name, age in self.ages.items()}
@@ -69,7 +70,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Move:
-    """A parameter on its way into a block."""
+    """A parameter that changes its block."""
 
     holding: Holding
     block: Block
@@ -82,10 +83,13 @@ class Move:
 
     @property
     def device(self) -> torch.device:
-        """Where the new state is to be."""
+        """Where the new state will be."""
         return HOST if self.block.host else self.holding.param.device
 
-    def convert(self) -> ParamState:
+    def convert(self, *, inherit: bool = True) -> ParamState:
+        """Return the new state: converted from the old one, or zeros."""
+        if not inherit:
+            return new_state(self.layout, self.device, self.holding.place)
         return convert(self.holding, self.layout, self.device)
 
 
@@ -96,9 +100,14 @@ def holding_of(member: Member, state: ParamState, has_stepped: bool = False) -> 
 
 @torch.no_grad()
 def convert(old: Holding, layout: Layout, device: torch.device) -> ParamState:
-    """The state of a parameter in another layout, on a device. Slots that both have are inherited with their age.
+    """Return the state of a parameter in another layout. Slots that both layouts have are inherited with their age.
 
-    What need not change is the old tensor itself; nothing is written to the old state.
+    Nothing is written to the old state. Tensors that need not change are shared with it.
+
+    Args:
+        old: the parameter and its state.
+        layout: the new layout.
+        device: where the new state will be.
     """
     if not old.state:
         return _late_start(old, layout, device)
@@ -109,22 +118,74 @@ def convert(old: Holding, layout: Layout, device: torch.device) -> ParamState:
 
 
 def _late_start(old: Holding, layout: Layout, device: torch.device) -> ParamState:
-    """State for a parameter that has had none so far; nothing if it need not be there yet."""
+    """Return zeros for a parameter that has had no state so far, with ages as if training had gone on for a while."""
     rms = old.mechanism.typical_rms(Evidence({}, {}, 0.0), old.hyper) if old.has_stepped else None
-    if rms is None or not layout.formats:
-        return {}
     state = new_state(layout, device, old.place)
-    for stored in layout.formats:
-        set_age(state, stored, layout.mechanism.late_age(stored.slot.name, rms, old.hyper))
+    if rms is not None:
+        for stored in layout.formats:
+            set_age(state, stored.age_key, layout.mechanism.late_age(stored.slot.name, rms, old.hyper))
     return state
 
 
-def order(moves: Sequence[Move]) -> list[int]:
-    """In which order to convert, so that old and new state together need as little as possible.
+class Change:
+    """A change of plans, which can be interrupted at any line.
 
-    A parameter's old and new state exist side by side for a moment. Those that shrink go first, small ones before
-    large, to make room; of those that grow the largest go first, while there is room. What counts are whole
-    parameters: ranks whose shards differ must go in one order.
+    The state of each parameter is replaced in one operation, and a parameter counts as moved exactly if its new state
+    is installed. So :meth:`plan_so_far` is right at any time.
+
+    Args:
+        members: all parameters.
+        state: the state of the optimizer, which :meth:`run` changes.
+        plan: the new plan.
+        has_stepped: whether a step was made before.
+        inherit: convert the old state. Otherwise the new state starts from zeros.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        state: dict[Tensor, ParamState],
+        plan: Plan,
+        *,
+        has_stepped: bool,
+        inherit: bool,
+    ) -> None:
+        moves = [
+            Move(holding_of(each, state.get(each.param, {}), has_stepped), plan.block_of(each.name), each.lr_scale)
+            for each in members
+        ]
+        scales = lr_scales(moves) if inherit else {block.name: block.lr_scale for block in plan.blocks}
+        self._blocks = [replace(move.block, lr_scale=scales[move.block.name]) for move in moves]
+        self._members, self._state, self._plan, self._inherit = members, state, plan, inherit
+        self._left = {index: moves[index] for index in order(moves)}
+        self._new: list[Any] = [self] * len(moves)  # the new state of each; self stands for none yet
+
+    def run(self) -> None:
+        """Convert the state of all parameters, one at a time."""
+        for index in list(self._left):
+            member, move = self._members[index], self._left.pop(index)  # so that old state is freed when it is replaced
+            if member.is_trained or member.param in self._state:
+                self._new[index] = move.convert(inherit=self._inherit)
+                self._state[member.param] = self._new[index]
+            else:
+                self._new[index] = None
+
+    def plan_so_far(self, old: Plan) -> Plan:
+        """Return the plan in which every parameter is in the block that its state is for."""
+        is_new = [self._state.get(member.param) is new for member, new in zip(self._members, self._new)]
+        assigned = [
+            (member.name, member.shape, block if moved else member.block)
+            for member, block, moved in zip(self._members, self._blocks, is_new)
+        ]
+        return groups.plan_of(assigned, (self._plan if all(is_new) else old).settings)
+
+
+def order(moves: Sequence[Move]) -> list[int]:
+    """Return the order in which to convert, so that old and new state together need as little memory as possible.
+
+    The old and new state of a parameter exist side by side for a moment. Parameters whose state shrinks go first, small
+    ones before large ones, to make room. Of those whose state grows the largest go first, while there is room. Global
+    shapes decide: ranks with different shards must use the same order.
     """
 
     def rank(index: int) -> tuple[bool, int]:
@@ -139,21 +200,22 @@ def _whole_bytes(layout: Layout) -> int:
 
 
 def is_same_rule(old: Mechanism, new: Mechanism) -> bool:
-    """The mechanisms differ in nothing but weight decay."""
+    """Return whether two update rules differ in nothing but weight decay."""
     return type(old).direction is type(new).direction and type(old).finish is type(new).finish
 
 
 def _converted_slot(old: Holding, mechanism: Mechanism, stored: Format, device: torch.device) -> ParamState:
     name = stored.slot.name
-    source = next((each for each in old.layout.formats if each.slot.name == name and name in old.ages), None)
-    age = old.ages[name] if source else mechanism.inferred_age(name, old.ages, old.hyper)
-    if source == stored and _mass_ratio(old, mechanism, name, age) == 1.0:
+    source = next((each for each in old.layout.formats if each.slot.name == name), None)
+    # a slot that was there is as old as it was, even if it has seen nothing yet: after a late start its age is 0
+    age = old.ages.get(name, 0) if source else mechanism.inferred_age(name, old.ages, old.hyper)
+    if age and source == stored and _mass_ratio(old, mechanism, name, age) == 1.0:
         state = {key: old.state[key].to(device) for _, key in stored.keys} | new_age(stored)
     else:
         state = new_slot(stored, device, old.place)
         if age:
             _fill(stored, state, _values(old, mechanism, source, name, age), old.place)
-    set_age(state, stored, age)
+    set_age(state, stored.age_key, age)
     return state
 
 
@@ -164,7 +226,7 @@ def _mass_ratio(old: Holding, mechanism: Mechanism, slot: str, age: int) -> floa
 def _values(
     old: Holding, mechanism: Mechanism, source: Format | None, slot: str, age: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """A slot's values for a mechanism, tile by tile: inherited from ``source``, or inferred from the other slots."""
+    """Yield the values of a slot by tiles: inherited from ``source``, or inferred from the other slots."""
     for rows in old.tiles():
         if source:
             yield rows, old.value(source, rows) * _mass_ratio(old, mechanism, slot, age)
@@ -181,8 +243,63 @@ def _fill(stored: Format, state: ParamState, values: Iterator[tuple[slice, Tenso
         for rows, value in values:
             stored.encode(held, rows, value.to(device), NEAREST)
         return
-    nothing = torch.zeros(0, *stored.shape[1:], device=device)
+    nothing = torch.zeros(0, *stored.shape[1:], dtype=torch.float32, device=device)
     partial = stored.absorb(held, slice(0, 0), nothing, 0.0, 1.0, NEAREST, None)  # all there is in a shard without rows
     for rows, value in values:
         partial = stored.absorb(held, rows, value.to(device), 0.0, 1.0, NEAREST, partial)
     stored.finish(held, 0.0, 1.0, NEAREST, None if partial is None else place.sum(partial))
+
+
+# ---- learning-rate multipliers ----
+
+
+def lr_scales(moves: Sequence[Move]) -> dict[str, float | None]:
+    """Return the learning-rate multiplier of every block: the plan's, or one that keeps the length of its updates."""
+    blocks: dict[str, list[Move]] = {}
+    for move in moves:
+        blocks.setdefault(move.block.name, []).append(move)
+    return {name: _lr_scale(block_moves) for name, block_moves in blocks.items()}
+
+
+def _lr_scale(moves: Sequence[Move]) -> float | None:
+    if moves[0].block.lr_scale is not None:
+        return moves[0].block.lr_scale
+    same_rule = all(is_same_rule(move.holding.mechanism, move.layout.mechanism) for move in moves)
+    if all(move.lr_scale is None for move in moves) and (same_rule or not any(move.holding.ages for move in moves)):
+        return None
+    scales = [move.lr_scale or 1.0 for move in moves]
+    mean_scale = scales[0] if len(set(scales)) == 1 else sum(scales) / len(scales)
+    if same_rule:
+        return mean_scale
+    old_parts, new_parts = [], []
+    for move, scale in zip(moves, scales):
+        old = _typical_rms(move.holding, move.holding.mechanism)
+        new = _typical_rms(move.holding, move.layout.mechanism)
+        if old is not None and new is not None:
+            numel = move.holding.place.numel(move.holding.param)
+            old_parts.append((numel, scale * old))
+            new_parts.append((numel, new))
+    old_rms, new_rms = pooled_rms(old_parts), pooled_rms(new_parts)
+    matched = old_rms / new_rms if new_rms > 0 else 0.0
+    return matched if math.isfinite(matched) and matched > 0 else mean_scale
+
+
+def _typical_rms(holding: Holding, mechanism: Mechanism) -> float | None:
+    """Return the RMS of an update rule's next update in units of lr, estimated from the state of another rule."""
+    tiles = [(rows, holding.param[rows]) for rows in holding.tiles()]
+    param_rms = _over_all_rows(
+        holding, [(part.numel(), part.float().square().mean().sqrt().item()) for _, part in tiles]
+    )
+    assert param_rms is not None
+    rms_of = functools.partial(mechanism.typical_rms, hyper=holding.hyper)
+    lengths = [(part.numel(), rms_of(Evidence(holding.means(rows), holding.ages, param_rms))) for rows, part in tiles]
+    return _over_all_rows(holding, lengths)
+
+
+def _over_all_rows(holding: Holding, parts: Sequence[tuple[int, float | None]]) -> float | None:
+    """Return the RMS over a whole parameter from (elements, RMS) of the parts here; ``None`` if one is unknown."""
+    unknown = sum(rms is None for _, rms in parts)
+    squares = sum(numel * (rms or 0.0) ** 2 for numel, rms in parts)
+    sums = torch.tensor([squares, unknown], dtype=torch.float64, device=holding.param.device)
+    squares, unknown = holding.place.sum(sums).tolist()
+    return None if unknown else math.sqrt(squares / max(1, holding.place.numel(holding.param)))

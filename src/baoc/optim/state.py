@@ -1,21 +1,26 @@
-"""One parameter's state: buffers by their layout's keys, and the age of every slot beside them."""
+"""The state of one parameter: buffers under the keys of its layout, the age of every slot, and what they weigh."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from baoc.core.codecs import Format
 from baoc.core.configuration import Layout
-from baoc.optim.place import WHOLE, Place
+from baoc.optim.place import HOST, WHOLE, Place
 
-ParamState = dict[str, Any]  # buffers by their layout key, and "<slot>.age"
+ParamState = dict[str, Any]  # buffers by their key in the layout, and "<slot>.age"
+PLAIN = (Tensor, nn.Parameter)
+_AGE = ".age"
 
 
 def new_state(layout: Layout, device: torch.device, place: Place = WHOLE) -> ParamState:
-    """Zeroed state in a layout, all ages 0."""
+    """Return zeroed state in a layout, with all ages 0; an empty dict if the configuration is stateless."""
     state: ParamState = {}
     for stored in layout.formats:
         state |= new_slot(stored, device, place)
@@ -23,7 +28,7 @@ def new_state(layout: Layout, device: torch.device, place: Place = WHOLE) -> Par
 
 
 def new_slot(stored: Format, device: torch.device, place: Place = WHOLE) -> ParamState:
-    """Zeroed state of one slot."""
+    """Return the zeroed buffers of one slot, with age 0."""
     zeros = {
         stored.key(buffer.name): place.wrap(torch.zeros(buffer.shape, dtype=buffer.dtype, device=device), buffer)
         for buffer in stored.buffers
@@ -32,35 +37,148 @@ def new_slot(stored: Format, device: torch.device, place: Place = WHOLE) -> Para
 
 
 def new_age(stored: Format) -> ParamState:
-    """The age of a slot that has seen nothing."""
-    return {stored.age_key: torch.zeros((), dtype=torch.float32) if stored.slot.age_is_state else 0}
+    """Return the age entry of a slot that has seen no gradient."""
+    age = torch.zeros((), dtype=torch.float32, device=HOST) if stored.slot.age_is_state else 0
+    return {stored.age_key: age}
 
 
 def ages_of(layout: Layout, state: Mapping[str, Any]) -> dict[str, int]:
-    """How many gradients each slot has seen."""
+    """Return how many gradients each slot has seen."""
     return {stored.slot.name: int(state[stored.age_key]) for stored in layout.formats}
 
 
-def set_age(state: ParamState, stored: Format, age: int) -> None:
-    if stored.slot.age_is_state:
-        state[stored.age_key].fill_(age)
+def set_age(state: ParamState, key: str, age: int) -> None:
+    """Write the age of a slot: in place where it is a tensor, so that checkpoint readers keep seeing it."""
+    held = state[key]
+    if isinstance(held, Tensor):
+        held.fill_(age)
     else:
-        state[stored.age_key] = age
+        state[key] = age
 
 
-def misfit(layout: Layout, state: Mapping[str, Any], device: torch.device) -> str | None:
-    """What of a state, as its place shows it, is not as its layout says, or ``None``.
+def is_fresh(state: Mapping[str, Any]) -> bool:
+    """Return whether no slot has seen a gradient. Such a state holds nothing and may be replaced.
 
-    Nothing else may reach code that trusts addresses.
+    >>> is_fresh({"m": torch.zeros(2), "m.age": 0}), is_fresh({"m": torch.zeros(2), "m.age": 3}), is_fresh({})
+    (True, False, True)
+    """
+    return not any(int(value) for key, value in state.items() if key.endswith(_AGE))
+
+
+def misfit(layout: Layout, held: Mapping[str, Any], device: torch.device) -> str | None:
+    """Return how a state differs from its layout, or ``None`` if it does not.
+
+    Kernels trust shapes, dtypes and addresses, so every step checks them: frameworks replace the tensors in
+    ``optimizer.state`` between steps.
+
+    Args:
+        layout: what the parameter's configuration holds.
+        held: the state as its place shows it.
+        device: where the state should be.
     """
     on_cpu = device.type == "cpu"
     for key, buffer in layout.buffers.items():
-        held = state.get(key)
-        if held is None:
+        tensor = held.get(key)
+        if tensor is None:
             return f"needs {key!r}, which is missing"
-        if held.shape != buffer.shape or held.dtype is not buffer.dtype:
-            found = f"{tuple(held.shape)} {held.dtype}"
+        if tensor.shape != buffer.shape or tensor.dtype is not buffer.dtype:
+            found = f"{tuple(tensor.shape)} {tensor.dtype}"
             return f"needs {key!r} of {buffer.shape} {buffer.dtype}, but the optimizer holds {found}"
-        if held.is_cpu is not on_cpu and buffer.name != "age":
-            return f"keeps its state on {device}, but its {key!r} is on {held.device}"
+        if tensor.is_cpu is not on_cpu and buffer.name != "age":
+            return f"keeps its state on {device}, but its {key!r} is on {tensor.device}"
     return None
+
+
+class Memo:
+    """Remembers that the tensors of one parameter were checked, and what a kernel derived from them.
+
+    A steady step then only has to see that they are the same objects at the same addresses. A memo holds no tensors:
+    frameworks replace them to free their memory.
+    """
+
+    __slots__ = ("_address", "_buffers", "derived", "device")
+
+    def __init__(self) -> None:
+        self._address = -1  # of the parameter
+        self._buffers: list[tuple[str, weakref.ref[Tensor], int]] = []  # key, tensor and address
+        self.device = HOST
+        """Of the parameter."""
+        self.derived: Any = None
+        """What the kernel that runs the parameter's jobs made of these tensors, if anything."""
+
+    def knows(self, param: Tensor, held: Mapping[str, Any]) -> bool:
+        """Return whether these are the tensors of the last :meth:`learn`, and have not moved."""
+        if self._address < 0 or param.data_ptr() != self._address:
+            return False
+        for key, seen, address in self._buffers:
+            tensor = seen()
+            if tensor is None or tensor.data_ptr() != address or held.get(key) is not tensor:
+                return False
+        return True
+
+    def learn(self, param: Tensor, held: Mapping[str, Any], layout: Layout) -> None:
+        """Remember tensors that were checked. Subclasses are never known: their numbers may be anywhere."""
+        tensors = {key: held[key] for key in layout.buffers}
+        is_plain = all(type(tensor) in PLAIN for tensor in (param, *tensors.values()))
+        self._address = param.data_ptr() if is_plain else -1
+        self._buffers = [(key, weakref.ref(t), t.data_ptr()) for key, t in tensors.items()] if is_plain else []
+        self.device = _DEVICES.setdefault(param.device, param.device)
+        self.derived = None
+
+
+_DEVICES: dict[torch.device, torch.device] = {}  # one object for each, to be compared quickly
+
+
+# ---- bytes ----
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of all tensors in an optimizer's state. Works for any optimizer.
+
+    Every storage counts once, and a view counts with the whole storage that it keeps alive. Tensor subclasses and
+    objects in the state are searched for tensors.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(100, 100))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        >>> weight.grad = torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> state_bytes(optimizer)
+        40000
+    """
+    return held_bytes(optimizer.state.values())
+
+
+def held_bytes(values: Iterable[object]) -> int:
+    """Return the bytes of all tensors in some values, every storage once."""
+    storages: dict[int, int] = {}
+    pending = list(values)
+    seen: dict[int, object] = {}  # keeps values alive, so that no id occurs twice
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, Tensor):
+            tensor = _local(value)
+            if is_traceable_wrapper_subclass(tensor):  # torchao's codes, scales and tables
+                pending.extend(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            else:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr() or id(value)] = storage.nbytes()
+        elif isinstance(value, dict):
+            pending.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            pending.extend(value)
+        elif hasattr(value, "__dict__") and not isinstance(value, type):  # GaLore's projectors
+            pending.extend(vars(value).values())
+    return sum(storages.values())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the part of a distributed tensor on this rank."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor

@@ -12,19 +12,20 @@ from baoc.core.configuration import Configuration, parse
 from baoc.core.spec import DEFAULT_BETAS
 from baoc.optim import migrate
 from baoc.optim.groups import Group, Member
-from baoc.optim.state import ParamState
+from baoc.optim.place import HOST
+from baoc.optim.state import ParamState, is_fresh
 
 MATURE_AGE = 1000
-"""``torch.optim.SGD`` does not count steps: its momentum is taken to be older than it can remember."""
+"""The age of the momentum of ``torch.optim.SGD``, which does not count steps: older than its memory."""
 
 
 def is_torch_entry(entry: dict[str, Any]) -> bool:
-    """Whether a parameter's saved state has the form of a torch.optim optimizer's."""
+    """Return whether a saved state was written by a torch.optim optimizer."""
     return not entry.keys().isdisjoint({"exp_avg", "momentum_buffer", "row_var", "variance"})
 
 
 def read_entry(entry: dict[str, Any], name: str) -> tuple[Configuration, ParamState]:
-    """A torch.optim parameter state as an fp32 configuration and its state."""
+    """Return a torch.optim state as an fp32 configuration and its state."""
     step = int(entry["step"]) if "step" in entry else MATURE_AGE
     if "exp_avg" in entry:
         if "max_exp_avg_sq" in entry:
@@ -38,7 +39,7 @@ def read_entry(entry: dict[str, Any], name: str) -> tuple[Configuration, ParamSt
         if entry["momentum_buffer"] is None:
             return parse("sgd"), {}
         return parse("sgdm-32"), {"m": _fp32(entry["momentum_buffer"]), "m.age": step}
-    age = torch.tensor(float(step))
+    age = torch.tensor(step, dtype=torch.float32, device=HOST)
     if entry.get("variance") is not None:
         return parse("adafactor[v=fp32]"), {"v": _fp32(entry["variance"]), "v.age": age}
     row, col = _fp32(entry["row_var"]).squeeze(-1), _fp32(entry["col_var"]).squeeze(-2)
@@ -46,7 +47,7 @@ def read_entry(entry: dict[str, Any], name: str) -> tuple[Configuration, ParamSt
 
 
 def read_group(group: Group) -> Group:
-    """A torch.optim param group with our names for its settings. Ours pass through."""
+    """Return a torch.optim param group with our names for its settings. Our own groups pass through."""
     read = dict(group)
     if "momentum" in read and "betas" not in read:
         if read.get("nesterov") or read.get("dampening"):
@@ -61,7 +62,7 @@ def read_group(group: Group) -> Group:
 
 
 class HasMembers(Protocol):
-    """What :func:`to_torch` needs of an optimizer."""
+    """What :func:`to_torch` needs from an optimizer."""
 
     @property
     def state(self) -> Mapping[Tensor, ParamState]: ...
@@ -72,19 +73,24 @@ class HasMembers(Protocol):
 
 
 def to_torch(optimizer: HasMembers, kind: str = "adamw") -> dict[str, Any]:
-    """A state dict that ``torch.optim.AdamW``, ``Adam``, ``SGD`` or ``Adafactor`` can load, whatever the plan is.
+    """Return a state dict that one of torch's own optimizers can load, whatever the plan is.
 
-    State is decoded to fp32; fp32 slots share memory with the optimizer. lr scales have no place in torch's optimizers
-    and are left out.
+    State is decoded to fp32; fp32 slots share memory with the optimizer. Learning-rate multipliers are dropped, since
+    torch's optimizers have none.
 
-    >>> from baoc import BlockOptimizer
-    >>> weight = nn.Parameter(torch.ones(8, 8))
-    >>> ours, theirs = BlockOptimizer([weight], plan="adamw-8"), torch.optim.AdamW([weight])
-    >>> weight.grad = torch.ones(8, 8)
-    >>> ours.step()
-    >>> theirs.load_state_dict(to_torch(ours))
-    >>> round(theirs.state[weight]["exp_avg"][0, 0].item(), 6)
-    0.1
+    Args:
+        optimizer: a ``BlockOptimizer``.
+        kind: ``"adamw"``, ``"adam"``, ``"sgd"`` or ``"adafactor"``.
+
+    Example:
+        >>> from baoc import BlockOptimizer
+        >>> weight = nn.Parameter(torch.ones(8, 8))
+        >>> ours, theirs = BlockOptimizer([weight], plan="adamw-8"), torch.optim.AdamW([weight])
+        >>> weight.grad = torch.ones(8, 8)
+        >>> ours.step()
+        >>> theirs.load_state_dict(to_torch(ours))
+        >>> round(theirs.state[weight]["exp_avg"][0, 0].item(), 6)
+        0.1
     """
     if kind not in _TORCH_FORMS:
         raise ValueError(f"unknown torch optimizer {kind!r}. Choose one of {', '.join(_TORCH_FORMS)}.")
@@ -93,14 +99,15 @@ def to_torch(optimizer: HasMembers, kind: str = "adamw") -> dict[str, Any]:
     keys = [key for group in packed for key in group["params"]]
     state = {}
     for key, member in zip(keys, optimizer.members()):
-        if held := optimizer.state.get(member.param):
+        held = optimizer.state.get(member.param)
+        if held and not is_fresh(held):
             layout = parse(form.configuration).layout(member.shape, rows=member.place.rows)
             converted = migrate.convert(migrate.holding_of(member, held), layout, member.state_device)
             entry = form.write(converted)
             if member.param.is_complex():
                 entry = {name: torch.view_as_complex(t) if t.dim() else t for name, t in entry.items()}
             state[key] = entry
-    defaults = form.optimizer([nn.Parameter(torch.zeros(1))]).defaults
+    defaults = form.optimizer([nn.Parameter(torch.zeros(1, dtype=torch.float32, device=HOST))]).defaults
     return {"state": state, "param_groups": [_written_group(group, defaults) for group in packed]}
 
 
@@ -119,7 +126,8 @@ def _fp32(tensor: Tensor) -> Tensor:
 
 
 def _write_adam(state: ParamState) -> dict[str, Any]:
-    return {"step": torch.tensor(float(state["v.age"])), "exp_avg": state["m"], "exp_avg_sq": state["v"]}
+    step = torch.tensor(state["v.age"], dtype=torch.float32, device=HOST)
+    return {"step": step, "exp_avg": state["m"], "exp_avg_sq": state["v"]}
 
 
 def _write_sgd(state: ParamState) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Numbers of a run that a logger may want: how far blocks move, and whether their codes suffice.
+"""Metrics of a run: how far blocks move, and how many of their quantization groups underflow.
 
-All of it is read off small samples, when it is asked for: a step that nobody watches pays nothing.
+Both are estimated from small samples when they are asked for: a step that nobody watches costs nothing.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,31 +16,38 @@ from torch import Tensor
 from baoc.core.mechanisms import pooled_rms
 from baoc.optim.groups import Member
 
+logger = logging.getLogger("baoc")
+
+MANY = 0.5
+"""The underflow fraction from which on a block is warned about."""
 _TENSORS = 8  # of each block
 _ELEMENTS = 512  # of each tensor
 _CODES = 1 << 16  # of each tensor
 
 
 class Watch:
-    """How far a sample of every block's elements moved in the last step, decay and rounding included.
+    """Measures how far a sample of every block's elements moved in the last step, decay and rounding included.
 
-    It begins when it is first asked. Nothing is held between steps but one number for each tensor of the sample.
+    It starts when :meth:`rms` is first called. Between steps it holds one number for each tensor of the sample.
     """
 
     def __init__(self) -> None:
         self._is_asked = False
         self._before: dict[str, list[tuple[Tensor, Tensor]]] = {}  # by block: (elements, what they were)
         self._rms: dict[str, list[tuple[int, Tensor]]] = {}  # by block: (elements, RMS of their move)
+        self._warned: set[str] = set()
 
-    def begin(self, stepping: Sequence[Member]) -> None:
+    def begin(self, members: Iterable[Member]) -> None:
+        """Note where a sample of the parameters with gradients is, before a step."""
         if not self._is_asked:
             return
         self._before = {}
-        for block, members in _sampled(stepping).items():
-            seen = [_thinned(member.place.local(member.param.detach())) for member in members]
+        for block, sample in _sampled([member for member in members if member.param.grad is not None]).items():
+            seen = [_thinned(member.place.local(member.param.detach())) for member in sample]
             self._before[block] = [(elements, elements.clone()) for elements in seen if elements.numel()]
 
     def end(self) -> None:
+        """Measure how far the sample moved, after a step."""
         if not self._before:
             return
         before, self._before = self._before, {}
@@ -49,18 +57,36 @@ class Watch:
         }
 
     def rms(self) -> dict[str, float]:
-        """By block, of the last step; empty when it is asked for the first time."""
+        """Return the RMS of the last update by block; empty on the first call."""
         self._is_asked = True
         return {block: pooled_rms((numel, float(rms)) for numel, rms in parts) for block, parts in self._rms.items()}
 
+    def numbers(self, members: Iterable[Member], state: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, float]:
+        """Return the metrics of all blocks, and warn about those that underflow."""
+        fractions = underflow_fractions(members, state)
+        self._warn(fractions)
+        return {
+            **{f"update_rms/{block}": rms for block, rms in self.rms().items()},
+            **{f"underflow/{block}": fraction for block, fraction in fractions.items()},
+        }
+
+    def _warn(self, fractions: Mapping[str, float]) -> None:
+        """Warn once about every block of which at least :data:`MANY` groups underflow."""
+        for block, fraction in fractions.items():
+            if fraction >= MANY and block not in self._warned:
+                self._warned.add(block)
+                logger.warning(
+                    "%.0f%% of the quantization groups of block %r underflow: a few large elements leave no codes to "
+                    "the others. Give the block a wider format with set_plan if its loss suffers.",
+                    100 * fraction,
+                    block,
+                )
+
 
 @torch.no_grad()
-def strained_shares(members: Iterable[Member], state: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, float]:
-    """By block with grouped codes: which share of a sample of groups is strained.
-
-    See :meth:`~baoc.core.codecs.base.Format.strained`.
-    """
-    shares: dict[str, float] = {}
+def underflow_fractions(members: Iterable[Member], state: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the fraction of a sample of quantization groups that underflow, for every block that has such groups."""
+    fractions: dict[str, float] = {}
     grouped = [member for member in members if any(each.groups for each in member.layout.formats)]
     for block, sample in _sampled(grouped).items():
         found: list[Tensor] = []
@@ -68,14 +94,14 @@ def strained_shares(members: Iterable[Member], state: Mapping[Tensor, Mapping[st
             held = member.place.held(state.get(member.param) or {})
             for stored in member.layout.formats:
                 if stored.groups and held:
-                    found.append(stored.strained(stored.held_in(held), _middle(stored.held_shape)).flatten().cpu())
+                    found.append(stored.underflowed(stored.held_in(held), _middle(stored.held_shape)).flatten().cpu())
         if found:
-            shares[block] = float(torch.cat(found).float().mean().nan_to_num(0.0))
-    return shares
+            fractions[block] = float(torch.cat(found).float().mean().nan_to_num(0.0))
+    return fractions
 
 
 def _sampled(members: Sequence[Member]) -> dict[str, list[Member]]:
-    """A few members of every block, spread over it."""
+    """Return a few members of every block, spread over it."""
     by_block: dict[str, list[Member]] = {}
     for member in members:
         by_block.setdefault(member.block.name, []).append(member)
@@ -83,7 +109,7 @@ def _sampled(members: Sequence[Member]) -> dict[str, list[Member]]:
 
 
 def _thinned(tensor: Tensor) -> Tensor:
-    """A view of at most so many elements, spread over all dims.
+    """Return a view of at most ``_ELEMENTS`` elements, spread over all dims.
 
     >>> _thinned(torch.zeros(1000, 1000)).shape
     torch.Size([22, 22])
@@ -93,7 +119,7 @@ def _thinned(tensor: Tensor) -> Tensor:
 
 
 def _middle(shape: Sequence[int]) -> slice:
-    """Some rows from the middle."""
+    """Return some rows from the middle."""
     rows = shape[0]
     height = min(rows, max(1, _CODES // max(1, math.prod(shape[1:]))))
     first = (rows - height) // 2

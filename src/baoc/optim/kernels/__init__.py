@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from baoc.optim.groups import Member
 from baoc.optim.kernels import graphs, native, triton
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job
@@ -84,17 +83,17 @@ def _graph_kernel(kernel: Kernel) -> triton.TritonKernel:
     return kernel
 
 
-def left_out(kernel: Kernel, members: Iterable[Member]) -> str:
-    """Which parameters a kernel leaves to torch operations, and why, as the rest of a sentence."""
+def left_out(kernel: Kernel, jobs: Iterable[Job]) -> str:
+    """Return which jobs a kernel leaves to torch operations, and why, as the rest of a sentence."""
+    if isinstance(kernel, triton.TritonKernel):
+        return kernel.left_out
     if not isinstance(kernel, native.NativeKernel):
         return ""
     by_reason: dict[str, list[str]] = {}
-    for member in members:
-        param, grad = member.place.local(member.param.detach()), member.param.grad
-        grad = param if grad is None else member.place.local(grad)
-        reason = native.shortfall(member.layout, param, grad, member.place)
+    for job in jobs:
+        reason = native.shortfall(job)
         if reason is not None:
-            by_reason.setdefault(reason, []).append(member.name)
+            by_reason.setdefault(reason, []).append(job.name)
     if not by_reason:
         return ""
     told = [f"{reason} ({len(names)}, such as {names[0]!r})" for reason, names in by_reason.items()]
@@ -118,8 +117,7 @@ def choose(request: str, device: torch.device) -> Choice:
     if request == "triton" and without_triton:
         raise RuntimeError(f"kernel='triton' cannot run on {device}: {without_triton}. Use kernel='auto'.")
     if request == "triton" or (request == "auto" and not without_triton):
-        reason = "asked for by name" if request == "triton" else "one launch for all tensors of a kind"
-        return Choice(triton.TritonKernel(device, lambda: _without_triton(device)), str(device), reason)
+        return _triton(request, device)
     obstacle = _obstacle_to_compiling(device)
     if request == "compiled":
         if obstacle:
@@ -143,8 +141,15 @@ def _native(request: str, device: torch.device) -> Choice:
     return Choice(EagerKernel(), str(device), obstacle)
 
 
+def _triton(request: str, device: torch.device) -> Choice:
+    reason = "asked for by name" if request == "triton" else "one launch for all tensors of a kind"
+    verifier = triton.Verifier(device, strict=request == "triton")
+    kernel = triton.TritonKernel(device, lambda: _without_triton(device), verifier=verifier)
+    return Choice(kernel, str(device), reason)
+
+
 def _without_triton(device: torch.device) -> Kernel:
-    """Runs what there is no Triton code for."""
+    """Make the kernel for what has no Triton code, or none that matches the eager update."""
     return EagerKernel() if device.type == "cpu" or _obstacle_to_compiling(device) else _compiled()
 
 

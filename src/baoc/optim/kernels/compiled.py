@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from baoc.core.codecs.int8 import GROUP
+from baoc.core.codecs.quantized import INT8_GROUP as GROUP
 from baoc.core.configuration import Layout
 from baoc.core.rounding import phase_at
 from baoc.core.spec import Reach, Scalar
@@ -86,7 +86,7 @@ def _copied(
 ) -> Tensor:
     key = id(source), first  # jobs keep it alive for as long as the step takes
     if key not in copied:
-        host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")  # else the copy may wait
+        host = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")  # else it may wait
         copied[key] = host.to(device, non_blocking=True)
     return copied[key]
 

@@ -61,5 +61,5 @@ def _run_shards(jobs: Sequence[Job]) -> None:
             for each, total in zip(found, summed.split_with_sizes([each.numel() for each in found])):
                 each.copy_(total.view(each.shape))
     for (update, tiles), mine in zip(updates, partials):
-        update.settle(mine)
+        update.finish_sums(mine)
         update.advance(tiles)

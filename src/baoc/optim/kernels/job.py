@@ -1,29 +1,31 @@
-"""What a kernel is told: one parameter's step."""
+"""What a kernel is given: one parameter's step."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import functools
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from baoc.core.configuration import Layout
 from baoc.core.rounding import rounding_phase
 from baoc.core.spec import Hyper, Scalar
 from baoc.optim.place import WHOLE, Place
-from baoc.optim.state import ParamState, set_age
+from baoc.optim.state import PLAIN, Memo, ParamState, set_age
 
-Numbers = tuple[dict[str, float], dict[str, int]]  # a step's scalars, and the rounding phase of each slot
+Numbers = tuple[dict[str, float], dict[str, int], tuple[int, ...]]  # scalars, rounding phase and age of each slot
 
 
 class Job(NamedTuple):
-    """Everything that one parameter's step needs. Tensors are as the place shows them: real, with at least one dim."""
+    """One parameter's step. Tensors are as the place shows them: real, with at least one dim."""
 
     layout: Layout
     param: Tensor
     grad: Tensor
-    state: ParamState  # by the keys of the layout, as the optimizer has it; may hold more
+    state: ParamState  # by the keys of the layout, as in optimizer.state; may hold more
     held: Mapping[str, Any]  # the same as the place shows it
     scalars: Mapping[str, Scalar]
     phases: Mapping[str, int | Tensor]
@@ -31,7 +33,8 @@ class Job(NamedTuple):
     maximize: bool = False
     place: Place = WHOLE
     name: str = ""  # for errors
-    offloaded: bool = False  # its state is in host memory, which its parameter is not in
+    offloaded: bool = False  # its state is in host memory, and its parameter is not
+    memo: Memo | None = None  # of the tensors, if they are those of the optimizer
 
     @classmethod
     def of(
@@ -47,43 +50,53 @@ class Job(NamedTuple):
         name: str = "",
         known: dict[object, Numbers] | None = None,
         offloaded: bool = False,
+        memo: Memo | None = None,
     ) -> Job:
-        """The one way to make a job. Ages in ``state`` are those before the step: see :func:`advance_ages`.
+        """Make a job.
 
-        Tensors are as the place shows them. ``known`` keeps the numbers of a step: parameters of one group, mechanism
-        and age share them.
+        ``param`` and ``grad`` are as the place shows them. The ages in ``state`` are those before the step; see
+        :func:`advance_ages`. ``known`` collects the numbers of a step: parameters of one group, update rule,
+        learning-rate multiplier and age share them.
         """
-        ages = tuple([int(state[key]) + 1 for key in layout.age_keys])
-        shared = id(hyper), layout.mechanism, lr_scale, ages
+        shared = id(hyper), layout.mechanism, lr_scale, _reader(layout)(state)
         numbers = None if known is None else known.get(shared)
         if numbers is None:
-            numbers = _numbers(layout, dataclasses.replace(hyper, lr_scale=lr_scale or hyper.lr_scale), ages)
+            numbers = _numbers(layout, dataclasses.replace(hyper, lr_scale=lr_scale or hyper.lr_scale), state)
             if known is not None:
                 known[shared] = numbers
-        scalars, phases = numbers
-        held = place.held(state)
-        return cls(layout, param, grad, state, held, scalars, phases, ages, maximize, place, name, offloaded)
+        scalars, phases, ages = numbers
+        held = state if place is WHOLE else place.held(state)
+        return cls(layout, param, grad, state, held, scalars, phases, ages, maximize, place, name, offloaded, memo)
 
     def refuse_freed(self) -> None:
-        """Raise if memory that the step would read was given back, as some sharding frameworks do between steps."""
+        """Raise if the memory of a tensor was freed, as some sharding frameworks do between steps."""
         buffers = {f"its {key!r}": self.held[key] for stored in self.layout.formats for _, key in stored.keys}
         for what, tensor in {"it": self.param, "its gradient": self.grad, **buffers}.items():
             # a subclass may have its numbers elsewhere
-            if type(tensor) in (Tensor, nn.Parameter) and not tensor.data_ptr() and tensor.numel():
+            if type(tensor) in PLAIN and not tensor.data_ptr() and tensor.numel():
                 raise RuntimeError(
                     f"parameter {self.name!r} cannot be updated: the memory of {what} was freed. Is it sharded by a "
                     "framework that gathers it for the forward pass only?"
                 )
 
 
-def _numbers(layout: Layout, hyper: Hyper, ages: tuple[int, ...]) -> Numbers:
-    by_slot = {stored.slot.name: age for stored, age in zip(layout.formats, ages)}
-    phases = {name: rounding_phase(age, index) for index, (name, age) in enumerate(by_slot.items())}
-    return layout.mechanism.scalars(hyper, by_slot), phases
+def _numbers(layout: Layout, hyper: Hyper, state: ParamState) -> Numbers:
+    ages = {stored.slot.name: int(state[stored.age_key]) + 1 for stored in layout.formats}
+    phases = {name: rounding_phase(age, index) for index, (name, age) in enumerate(ages.items())}
+    return layout.mechanism.scalars(hyper, ages), phases, tuple(ages.values())
+
+
+@functools.cache
+def _reader(layout: Layout) -> Callable[[ParamState], object]:
+    """Return what reads the ages of a layout from a state, as something to compare."""
+    if any(stored.slot.age_is_state for stored in layout.formats):  # then they are tensors
+        return lambda state: tuple([int(state[key]) for key in layout.age_keys])
+    return operator.itemgetter(*layout.age_keys) if layout.formats else lambda state: None
 
 
 def advance_ages(jobs: Iterable[Job]) -> None:
-    """Count a step, after the kernel has returned."""
+    """Write the ages of a step into the state, after the kernel has returned."""
     for job in jobs:
-        for stored, age in zip(job.layout.formats, job.ages):
-            set_age(job.state, stored, age)
+        state = job.state
+        for key, age in zip(job.layout.age_keys, job.ages):
+            set_age(state, key, age)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from baoc.core.codecs import Format, SummedFormat
+from baoc.core.roles import matrix_shape
 from baoc.core.rounding import Rounding
-from baoc.core.spec import SPIKE, Reach, Scalar
-from baoc.optim.kernels.balance import Balance
+from baoc.core.spec import FP32_TINY, SPIKE, Reach, Scalar
 from baoc.optim.kernels.job import Job
 
 
@@ -35,7 +35,7 @@ class Update:
         balance = None
         if self._mechanism.norms:
             balance = Balance(self._mechanism.norms, self._job, self._peek)
-            balance.settle(tiles)
+            balance.fit(tiles)
         elif self._mechanism.reach is Reach.SUMS:
             step = step * self._step_factor(tiles)
         for rows in tiles:
@@ -46,13 +46,13 @@ class Update:
     def absorb(self, tiles: Sequence[slice]) -> None:
         """Take the gradient into the slots that keep sums over all rows."""
         place = self._job.place
-        self.settle([None if partial is None else place.sum(partial) for partial in self.partials(tiles)])
+        self.finish_sums([None if partial is None else place.sum(partial) for partial in self.partials(tiles)])
 
     def partials(self, tiles: Sequence[slice]) -> list[Tensor | None]:
         """The first half of :meth:`absorb`: what of the rows here goes into sums, for each slot that keeps some."""
         return [self._partial(stored, tiles, lambda rows: self._clean(self._grad(rows))) for stored in self._summed]
 
-    def settle(self, sums: Sequence[Tensor | None]) -> None:
+    def finish_sums(self, sums: Sequence[Tensor | None]) -> None:
         """The second half, given the sums over all rows."""
         for stored, total in zip(self._summed, sums):
             self._finish(stored, total)
@@ -173,7 +173,7 @@ class Update:
 
     def _step_factor(self, tiles: Sequence[slice]) -> Tensor:
         """From the RMS of the whole direction and of the parameter, before either has changed."""
-        squares = torch.zeros(2, device=self._param.device)
+        squares = torch.zeros(2, dtype=torch.float32, device=self._param.device)
         for rows in tiles:
             direction = self._peek(rows)
             # an element that is lost already must not take the others with it
@@ -182,6 +182,55 @@ class Update:
         place = self._job.place
         direction_rms, param_rms = (place.sum(squares) / place.numel(self._param)).sqrt()
         return self._mechanism.step_factor(direction_rms, param_rms, self._scalars)
+
+
+class Balance:
+    """One factor for each row and each column of the matrices that a parameter is, found in turns (Sinkhorn).
+
+    Args:
+        norms: "row" and "col", in the order of the turns.
+        peek: the direction of some rows of the parameter.
+    """
+
+    def __init__(self, norms: Sequence[str], job: Job, peek: Callable[[slice], Tensor]) -> None:
+        self._norms, self._peek, self._place = norms, peek, job.place
+        self._matrix = matrix_shape(job.layout.shape)  # (rows, cols) or (stacks, rows, cols)
+        lines = job.param.shape[0]
+        ones = job.param.new_ones(1, dtype=torch.float32)
+        self._is_stack = len(self._matrix) > 2
+        self._row = ones.expand(lines, *self._matrix[1:-1], 1).clone()  # (rows, 1) or (stacks, rows, 1)
+        cols = (lines, 1, self._matrix[-1]) if self._is_stack else (1, self._matrix[-1])
+        self._col = ones.expand(cols).clone()
+
+    def fit(self, tiles: Sequence[slice]) -> None:
+        """Find the factors."""
+        for norm in self._norms:
+            if norm == "row":
+                for rows in tiles:
+                    self._row[rows] = _inverse_root(self._squares(rows, self._cols(rows)).mean(-1, keepdim=True))
+            elif self._is_stack:
+                for rows in tiles:
+                    self._col[rows] = _inverse_root(self._squares(rows, self._row[rows]).mean(-2, keepdim=True))
+            else:
+                partial = torch.zeros_like(self._col)
+                for rows in tiles:
+                    partial += self._squares(rows, self._row[rows]).sum(0, keepdim=True) / self._matrix[0]
+                self._col = _inverse_root(self._place.sum(partial))
+
+    def scaled(self, rows: slice, direction: Tensor) -> Tensor:
+        """Rows of the direction with their factors."""
+        flat = direction.reshape(-1, *self._matrix[1:])
+        return (flat * self._row[rows] * self._cols(rows)).view(direction.shape)
+
+    def _squares(self, rows: slice, factor: Tensor) -> Tensor:
+        return (self._peek(rows).reshape(-1, *self._matrix[1:]) * factor).square()
+
+    def _cols(self, rows: slice) -> Tensor:
+        return self._col[rows] if self._is_stack else self._col
+
+
+def _inverse_root(mean_square: Tensor) -> Tensor:
+    return mean_square.clamp(min=FP32_TINY).rsqrt()
 
 
 def row_tiles(shape: torch.Size | Sequence[int], tile_numel: int) -> list[slice]:

@@ -17,29 +17,46 @@ from types import ModuleType
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from baoc.core.codecs.base import Format, joined
-from baoc.core.codecs.dense import BF16Format, FP32Format
-from baoc.core.codecs.factored import FactoredFormat
-from baoc.core.codecs.int4 import Int4Format
-from baoc.core.codecs.int8 import Int8Format
-from baoc.core.codecs.mean import ColMeanFormat, MeanFormat, RowMeanFormat
+from baoc.core.codecs import (
+    BF16Format,
+    ColMeanFormat,
+    FactoredFormat,
+    Format,
+    FP32Format,
+    Int4Format,
+    Int8Format,
+    MeanFormat,
+    RowMeanFormat,
+)
+from baoc.core.codecs.base import joined
 from baoc.core.configuration import Layout
-from baoc.core.mechanisms import Mechanism
-from baoc.core.mechanisms.adafactor import Adafactor
-from baoc.core.mechanisms.adam import Adam, AdamW
-from baoc.core.mechanisms.balanced import ColNorm, RowNorm, Sinkhorn
-from baoc.core.mechanisms.lion import Lion
-from baoc.core.mechanisms.muon import Muon, NorMuon, Spectral
-from baoc.core.mechanisms.sgd import SGD, SGDM, SGDW, SGDWM
+from baoc.core.mechanisms import (
+    SGD,
+    SGDM,
+    SGDW,
+    SGDWM,
+    Adafactor,
+    Adam,
+    AdamW,
+    ColNorm,
+    Lion,
+    Mechanism,
+    Muon,
+    NorMuon,
+    RowNorm,
+    Sinkhorn,
+    Spectral,
+)
 from baoc.core.roles import matrix_shape
 from baoc.core.rounding import phase_at
 from baoc.core.spec import Reach, Shape
 from baoc.optim.kernels.eager import TILE_NUMEL, EagerKernel
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.matrices import EagerRows, run_matrices
-from baoc.optim.place import Negated, Place
+from baoc.optim.place import Negated
+from baoc.optim.state import PLAIN
 
 # What is what in C: see job.h, which has these names.
 _MECHANISMS: dict[type[Mechanism], str] = {
@@ -68,7 +85,6 @@ _FORMATS: dict[type[Format], str] = {
 }
 _DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16"}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_PLAIN = (Tensor, nn.Parameter)  # a subclass may have its numbers anywhere
 
 
 @functools.cache
@@ -130,33 +146,35 @@ class NativeKernel:
         return _NativeRows(self, [] if spiked is None else spiked)
 
     def serve(self, jobs: Iterable[Job], as_mechanism: str = "", spiked: list[bool] | None = None) -> list[Job]:
-        """Run what C code can run, under another mechanism's name if one is given; the jobs that are left.
+        """Run the jobs that C code can run, and return the others.
 
-        ``spiked`` is told whether one that was run has a gradient that is beyond all bounds.
+        Args:
+            jobs: what to run.
+            as_mechanism: the C name of another update rule to run them under, if any.
+            spiked: is told whether a gradient of those that ran is non-finite or beyond all bounds.
         """
-        words: list[int] = []
-        scalars: list[float] = []
-        rows: dict[int, tuple[int, object]] = {}  # jobs of one group share their scalars, held so that ids stay theirs
+        words = array("q")
+        scalars = array("d")
+        rows: dict[int, int] = {}  # of scalars, by their id: the jobs of a group share them and keep them alive
         served: list[Tensor] = []
         left: list[Job] = []
         for job in jobs:
-            form = _form(job.layout, job.param.shape, job.param.dtype, job.grad.dtype, as_mechanism)
-            # of the jobs with matrices it does what goes by rows: only sums over ranks are not its business
-            is_alone = job.place.ranks is None or as_mechanism or job.layout.reach is Reach.ROWS
-            job_words = _words(job, form) if form is not None and is_alone else None
-            if form is None or job_words is None:
+            memo = job.memo
+            words_of = None if memo is None else memo.derived
+            if words_of is None or words_of.grad_dtype is not job.grad.dtype:
+                words_of = _words(job, as_mechanism)
+                if memo is not None and not isinstance(words_of, str):
+                    memo.derived = words_of
+            row = rows.get(id(job.scalars))
+            if row is None:
+                row = rows[id(job.scalars)] = len(rows)
+                scalars.extend(self._row(job))
+            if isinstance(words_of, str) or _append(words, job, words_of, row) is not None:
                 left.append(job)
-                continue
-            key = id(job.scalars)
-            if key not in rows:
-                rows[key] = len(rows), job.scalars
-                scalars += self._row(job)
-            job_words[form.scalars] = rows[key][0]
-            words += job_words
-            served.append(job.param)
+            else:
+                served.append(job.param)
         if served:
-            packed = array("q", words), array("d", scalars)
-            addresses = (each.buffer_info()[0] for each in packed)
+            addresses = (each.buffer_info()[0] for each in (words, scalars))
             found = self._run(*addresses, len(served), torch.get_num_threads(), self.isa)
             if spiked is not None:
                 spiked.append(found)
@@ -177,7 +195,7 @@ class _NativeRows(EagerRows):
     def directions(self, jobs: Sequence[Job], out: Sequence[Tensor]) -> None:
         # the direction is what a parameter of zeros becomes, by a step of -1
         scalars = {**jobs[0].scalars, "step": -1.0, "shrink": 0.0}
-        with_out = [job._replace(param=each, scalars=scalars) for job, each in zip(jobs, out)]
+        with_out = [job._replace(param=each, scalars=scalars, memo=None) for job, each in zip(jobs, out)]
         left = {id(job.param) for job in self._kernel.serve(with_out, "AHEAD", self._spiked)}
         self._spiked.append(bool(left))  # nobody looks at those
         rest = [(job, each) for job, each in zip(jobs, out) if id(each) in left]
@@ -190,7 +208,7 @@ class _NativeRows(EagerRows):
             # a gradient that is no number has to show in its element, which C code would not know of
             whole = math.isfinite(job.grad.sum().item())
             (moving if whole else rest).append((job, direction))
-        by_direction = [job._replace(grad=each, maximize=False) for job, each in moving]
+        by_direction = [job._replace(grad=each, maximize=False, memo=None) for job, each in moving]
         left = {id(job.grad) for job in self._kernel.serve(by_direction, "SGD")}
         rest += [(job, direction) for job, direction in moving if id(direction) in left]
         super().move([job for job, _ in rest], [each for _, each in rest])
@@ -208,51 +226,102 @@ def _places() -> dict[str, int]:
 class _Form(NamedTuple):
     """What all jobs with the same layout and dtypes have in common."""
 
-    template: list[int]  # the struct ``job_words``, with zeros for what changes
-    buffers: tuple[tuple[int, str], ...]  # where a buffer's address goes, and its key in the state
-    param: int  # where each of these goes
-    param_planes: int  # channels come next
-    grad: int
-    grad_planes: int
-    scalars: int
-    negate: int
-    m_phase: int
-    v_phase: int
+    words: array[int]  # the struct ``job_words``, without addresses and what changes between steps
+    keys: tuple[str, ...]  # of the buffers in the state
+    addresses: tuple[int, ...]  # where those of the parameter and the buffers go
 
 
-def _words(job: Job, form: _Form) -> list[int] | None:
-    """A job as ``job_words``, or ``None`` if one of its tensors is not what C code would take it for."""
-    _, param, grad, _, held, _, phases, _, maximize, place, _, _ = job
-    template, buffers, param_at, param_planes_at, grad_at, grad_planes_at, _, negate_at, m_phase_at, v_phase_at = form
-    if type(place) is Negated or type(param) not in _PLAIN or type(grad) not in _PLAIN:
-        return None  # C code reads what is here at its address as it is
-    if grad.is_neg():
+class _Words(NamedTuple):
+    """One job as the struct ``job_words``, without what changes between steps."""
+
+    words: array[int]
+    grad_dtype: torch.dtype
+
+
+def shortfall(job: Job) -> str | None:
+    """Return why C code leaves a job to torch operations, or ``None`` if C code runs it.
+
+    >>> from baoc.core.configuration import parse
+    >>> from baoc.core.spec import Hyper
+    >>> from baoc.optim.state import new_state
+    >>> weight, layout = torch.zeros(64, 64, dtype=torch.float16), parse("adamw-8").layout((64, 64))
+    >>> shortfall(Job.of(layout, weight, weight, new_state(layout, weight.device), Hyper(1e-3)))
+    'numbers are torch.float16, neither fp32 nor bf16'
+    """
+    if not job.param.numel():
         return None
-    words = template.copy()
-    for tensor, at in ((param, param_planes_at), (grad, grad_planes_at)):
-        if not tensor.is_contiguous():
-            planes_and_channels = _planes_and_channels(tensor)
-            if planes_and_channels is None:
-                return None
-            words[at : at + 2] = planes_and_channels
-    address = words[param_at] = param.data_ptr()
-    grad_address = words[grad_at] = grad.data_ptr()
-    found = address and grad_address
-    words[negate_at] = maximize
-    m_phase, v_phase = cast(int, phases.get("m", 0)), cast(int, phases.get("v", 0))
-    if place.first_row:
-        first = place.first_row * math.prod(param.shape[1:])
-        m_phase, v_phase = phase_at(m_phase, first), phase_at(v_phase, first)
-    words[m_phase_at], words[v_phase_at] = m_phase, v_phase
-    for at, key in buffers:
-        buffer = held[key]
-        if type(buffer) is not Tensor or not buffer.is_contiguous():
-            return None
-        address = words[at] = buffer.data_ptr()
-        found = found and address
-    if not found:
+    words = _words(job, "AHEAD" if type(job.layout.mechanism) in _AHEAD else "")
+    return words if isinstance(words, str) else _append(array("q"), job, words, 0)
+
+
+def _words(job: Job, as_mechanism: str) -> _Words | str:
+    """Return what stays the same of a job while its tensors do, or why C code cannot run it.
+
+    C code takes what is at an address as it is. Of the jobs with matrices it does what goes by rows; other sums over
+    ranks are left to torch operations.
+    """
+    layout, param, place, at = job.layout, job.param, job.place, _places()
+    form = _form(layout, param.shape, param.dtype, job.grad.dtype, as_mechanism)
+    if isinstance(form, str):
+        return form
+    if type(param) not in PLAIN or type(place) is Negated:
+        return f"a tensor is a {type(param).__name__} or a view that only torch can read"
+    if place.ranks is not None and not as_mechanism and layout.reach is not Reach.ROWS:
+        return f"{layout.configuration} sums over ranks"
+    words = form.words[:]
+    if not param.is_contiguous():
+        found = _planes_and_channels(param)
+        if found is None:
+            return "a tensor is not contiguous"
+        words[at["param.planes"]], words[at["param.channels"]] = found
+    for place_of, tensor in zip(form.addresses, (param, *(job.held[key] for key in form.keys))):
+        if tensor is not param and (type(tensor) is not Tensor or not tensor.is_contiguous()):
+            return f"a state tensor is a {type(tensor).__name__} or not contiguous"
+        words[place_of] = tensor.data_ptr()
+        if not words[place_of]:
+            job.refuse_freed()
+    return _Words(words, job.grad.dtype)
+
+
+def _append(words: array[int], job: Job, own: _Words, row: int) -> str | None:
+    """Append a job as the struct ``job_words``, or return why C code cannot read its gradient.
+
+    Args:
+        words: where to append.
+        job: what to append.
+        own: what :func:`_words` says of it.
+        row: the number of its scalars.
+    """
+    grad, phases = job.grad, job.phases
+    if type(grad) not in PLAIN or grad.is_neg():
+        return f"a tensor is a {type(grad).__name__} or a view that only torch can read"
+    channels_last = None
+    if not grad.is_contiguous():
+        channels_last = _planes_and_channels(grad)
+        if channels_last is None:
+            return "a tensor is not contiguous"
+    grad_at, planes_at, scalars_at, negate_at, m_at, v_at = _changing()
+    first = len(words)
+    words.extend(own.words)
+    if channels_last is not None:
+        words[first + planes_at], words[first + planes_at + 1] = channels_last
+    address = words[first + grad_at] = grad.data_ptr()
+    if not address:
         job.refuse_freed()
-    return words
+    words[first + scalars_at] = row
+    words[first + negate_at] = job.maximize
+    m_phase, v_phase = cast(int, phases.get("m", 0)), cast(int, phases.get("v", 0))
+    if job.place.first_row:
+        element = job.place.first_row * math.prod(job.param.shape[1:])
+        m_phase, v_phase = phase_at(m_phase, element), phase_at(v_phase, element)
+    words[first + m_at], words[first + v_at] = m_phase, v_phase
+    return None
+
+
+@functools.cache
+def _changing() -> tuple[int, ...]:
+    """Where the fields stand that change between steps."""
+    return tuple(_places()[name] for name in ("grad.data", "grad.planes", "scalars", "negate", "m_phase", "v_phase"))
 
 
 def _planes_and_channels(tensor: Tensor) -> tuple[int, int] | None:
@@ -270,16 +339,24 @@ def _planes_and_channels(tensor: Tensor) -> tuple[int, int] | None:
 @functools.lru_cache(maxsize=1 << 16)
 def _form(
     layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype: torch.dtype, as_mechanism: str
-) -> _Form | None:
-    library, mechanism = _library(), _MECHANISMS.get(type(layout.mechanism))
-    if type(layout.mechanism) in _AHEAD:
-        mechanism = as_mechanism or None
+) -> _Form | str:
+    """Return what C code needs to know of a layout, or why it cannot run it. The one table of what it can run."""
+    library, rule = _library(), type(layout.mechanism)
+    mechanism = (as_mechanism or None) if rule in _AHEAD else _MECHANISMS.get(rule)
     formats = [each for each in layout.formats if not each.slot.of_direction and as_mechanism != "SGD"]
+    if mechanism is None:
+        return f"there is no C code for {layout.mechanism.name}"
+    unknown = [f"{type(stored).__name__} of {stored.slot.name!r}" for stored in formats if type(stored) not in _FORMATS]
+    if unknown:
+        return f"there is no C code for the {unknown[0]}"
+    for dtype in (param_dtype, grad_dtype):
+        if dtype not in _DTYPES:
+            return f"numbers are {dtype}, neither fp32 nor bf16"
     arrays = [part for stored in formats for part in _arrays(stored)]
-    if mechanism is None or {param_dtype, grad_dtype} - set(_DTYPES) or not math.prod(shape):
-        return None
     if any(name is None for _, name, _ in arrays) or _is_beyond(layout.shape, formats, mechanism):
-        return None
+        return f"there is no C code for {layout.configuration} on this shape"
+    if not math.prod(shape):
+        return "there are no elements"
     assert not isinstance(library, str)
     places, types = _places(), {name: index + 1 for index, name in enumerate(library.TYPES)}
     words = [0] * len(places)
@@ -294,45 +371,8 @@ def _form(
         assert type_name is not None
         words[places[f"{array_name}.type"]] = types[type_name]
         buffers += [(places[f"{array_name}.{part}"], key) for part, key in keys.items()]
-    changing = (
-        *("param.data", "param.planes", "grad.data", "grad.planes"),
-        *("scalars", "negate", "m_phase", "v_phase"),
-    )
-    return _Form(words, tuple(buffers), *(places[name] for name in changing))
-
-
-def shortfall(layout: Layout, param: Tensor, grad: Tensor, place: Place) -> str | None:
-    """Why C code leaves a parameter to torch operations, or ``None`` if it does not. Tensors are as the place shows
-    them.
-
-    >>> from baoc.core.configuration import parse
-    >>> from baoc.optim.place import WHOLE
-    >>> weight = torch.zeros(64, 64, dtype=torch.float16)
-    >>> shortfall(parse("adamw-8").layout((64, 64)), weight, weight, WHOLE)
-    'numbers are torch.float16, neither fp32 nor bf16'
-    """
-    mechanism = type(layout.mechanism)
-    formats = [each for each in layout.formats if not each.slot.of_direction]
-    if not param.numel():
-        return None
-    if mechanism not in _MECHANISMS and mechanism not in _AHEAD:
-        return f"there is no C code for {layout.mechanism.name}"
-    unknown = [f"{type(stored).__name__} of {stored.slot.name!r}" for stored in formats if type(stored) not in _FORMATS]
-    if unknown:
-        return f"there is no C code for the {unknown[0]}"
-    for tensor in (param, grad):
-        if tensor.dtype not in _DTYPES:
-            return f"numbers are {tensor.dtype}, neither fp32 nor bf16"
-        if type(tensor) not in _PLAIN or tensor.is_neg() or type(place) is Negated:
-            return f"a tensor is a {type(tensor).__name__} or a view that only torch can read"
-        if not tensor.is_contiguous() and _planes_and_channels(tensor) is None:
-            return "a tensor is not contiguous"
-    if place.ranks is not None and mechanism in _MECHANISMS and layout.reach is not Reach.ROWS:
-        return f"{layout.configuration} sums over ranks"
-    as_mechanism = "AHEAD" if mechanism in _AHEAD else ""
-    if _form(layout, param.shape, param.dtype, grad.dtype, as_mechanism) is None:
-        return f"there is no C code for {layout.configuration} on this shape"
-    return None
+    addresses = (places["param.data"], *(at for at, _ in buffers))
+    return _Form(array("q", words), tuple(key for _, key in buffers), addresses)
 
 
 def _arrays(stored: Format) -> list[tuple[str, str | None, dict[str, str]]]:

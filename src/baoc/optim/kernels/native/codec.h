@@ -4,7 +4,7 @@
 
 #include "simd.h"
 
-/* The numbers of the formats are those of `baoc/core`: rounding.py, spec.py and codecs/int8.py; tests fail if one side
+/* The numbers of the formats are those of `baoc/core`: rounding.py, spec.py and codecs/quantized.py; tests fail if one side
  * changes. */
 #define GROUP 256
 #define SPIKE 0x1p56f

@@ -1,4 +1,4 @@
-/* Four bits per element, the C side of `baoc/core/codecs/int4.py`. A tile's codes become floats and floats become codes
+/* Four bits per element, the C side of `baoc/core/codecs/quantized.py`. A tile's codes become floats and floats become codes
  * again: between them a slot is as good as fp32, so no other loop knows of this format. */
 #ifndef BAOC_INT4_H
 #define BAOC_INT4_H

@@ -1,1 +1,1 @@
-"""What runs on the GPU. Every module here imports triton, so they are imported when a kernel is made, not before."""
+"""Code that runs on the GPU. Every module here imports Triton, so nothing imports them before a kernel is made."""

@@ -1,16 +1,15 @@
-"""Sums over many tensors, in an order that is always the same, each in one launch.
+"""Sums over rows, columns and whole tensors, each in one launch, always in the same order.
 
-Every program adds up its part of a tensor and stores what it has; the last to come to a sum adds its parts, one after
-the other. Nothing is added atomically, for then the order would change from run to run: only who was last is told that
-way.
+Every program sums its part of a tensor and stores a partial sum. The last program of a sum adds the partial sums in
+order. Atomic operations only find out which program is last; atomic additions would change the order from run to run.
 """
 
 import triton
 import triton.language as tl
 
 from baoc.core import spec
-from baoc.optim.kernels.triton.device.numbers import load_dense, noise_at, quotient, root, store_dense
-from baoc.optim.kernels.triton.device.table import (
+from baoc.optim.kernels.triton.device.formats import SEGMENT, load_dense, noise_at, quotient, root, store_dense
+from baoc.optim.kernels.triton.device.tile import (
     CLIP,
     COL_AT,
     COL_BLOCKS_AT,
@@ -27,33 +26,30 @@ from baoc.optim.kernels.triton.device.table import (
     ROW_PARTS_AT,
     ROW_TICKETS_AT,
     ROWS_AT,
-    SEGMENT,
     STEP_FACTOR_AT,
     V_ADD,
     V_KEEP,
     V_PHASE,
-    elements,
-    fp32_at,
-    own_index,
-    own_numbers,
-    own_tensor,
-    row_length,
-    segments_in,
-)
-from baoc.optim.kernels.triton.device.tile import (
     advanced_m,
     advanced_v,
     clean,
     col_number,
     direction_of,
+    elements,
+    fp32_at,
     load_grad,
     mean_of_cols,
+    own_index,
+    own_numbers,
+    own_tensor,
+    row_length,
     row_number,
+    segments_in,
 )
 
 FP32_TINY = tl.constexpr(spec.FP32_TINY)
 INFINITE = tl.constexpr(float("inf"))
-LANES = tl.constexpr(128)  # parts of a length that are added up at once
+LANES = tl.constexpr(128)  # partial sums that are added at once
 
 
 @triton.jit
@@ -63,10 +59,11 @@ def add_up(
     FACTOR: tl.constexpr, BY_ROW: tl.constexpr, BY_COL: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr,
     SEGMENTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Means of squares of the gradient ("grad") or of a balanced direction ("sgd", "ahead") over rows and columns.
+    """Compute mean squares of the gradient ("grad") or of a balanced direction ("sgd", "ahead") by row or column.
 
-    A program takes one segment's columns of ``SEGMENTS * TILES`` rows. ``FACTOR`` says which factor a direction has
-    already: "none", "row" or "col". ``OUT`` says what becomes of means: see :func:`_finish`.
+    A program sums the columns of one segment over ``SEGMENTS * TILES`` rows. ``FACTOR`` names the factor that the
+    direction already has: "none", "row" or "col". ``OUT`` says what the means become: see :func:`_finish`. For the
+    arguments see :func:`~baoc.optim.kernels.triton.device.update.update`.
     """
     if tl.load(skip) != 0.0:
         return
@@ -78,8 +75,8 @@ def add_up(
     block, own_part = index // parts, index % parts
     part = own_part + tl.zeros((SEGMENTS, 1), tl.int32)
     of_cols = tl.zeros((SEGMENT,), tl.float32)
-    for turn in range(TILES):
-        row = (block * TILES + turn) * SEGMENTS + tl.arange(0, SEGMENTS)[:, None]
+    for tile in range(TILES):
+        row = (block * TILES + tile) * SEGMENTS + tl.arange(0, SEGMENTS)[:, None]
         inside = row < rows
         offset, mask = elements(row, part, row_len, inside)
         grad = load_grad(tensor, own, offset, mask, GRAD, ALIGNED)
@@ -107,7 +104,7 @@ def add_up(
         to = fp32_at(tensor, COL_PARTS_AT) + block.to(tl.int64) * row_len + col
         tl.store(to, of_cols, mask=col < row_len)
 
-    tl.debug_barrier()  # all threads have stored what others may read
+    tl.debug_barrier()  # all threads of this program have stored their partial sums
     if BY_ROW:
         first = block.to(tl.int64) * (SEGMENTS * TILES)
         _finish_rows(tensor, own, block, first + tl.arange(0, SEGMENTS * TILES), rows, row_len, parts, OUT)
@@ -138,9 +135,9 @@ def measure(
     MECHANISM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, V: tl.constexpr, SHARES: tl.constexpr,
     ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Adafactor's factor of the step, from the RMS of a tensor's direction and of the tensor, before either changes.
+    """Compute Adafactor's factor of the step from the RMS of the direction and of the parameter, before either changes.
 
-    Programs take what those of the update take.
+    Programs cover the same tiles as those of the update, and take the same arguments.
     """
     if tl.load(skip) != 0.0:
         return
@@ -153,8 +150,8 @@ def measure(
         col_mean = mean_of_cols(tensor, own, row_len)
     of_direction = tl.zeros((SEGMENTS, SEGMENT), tl.float32)
     of_param = tl.zeros((SEGMENTS, SEGMENT), tl.float32)
-    for turn in range(TILES):
-        segment = (index * TILES + turn) * SEGMENTS + tl.arange(0, SEGMENTS)[:, None]
+    for tile in range(TILES):
+        segment = (index * TILES + tile) * SEGMENTS + tl.arange(0, SEGMENTS)[:, None]
         row, part = segment // parts, segment % parts
         inside = row < rows
         offset, mask = elements(row, part, row_len, inside)
@@ -163,7 +160,7 @@ def measure(
         v = advanced_v(tensor, own, seen, col_mean, row, part, parts, row_len, offset, inside, mask, V, ALIGNED)
         direction = tl.where(mask, direction_of(own, seen, seen, v, MECHANISM), 0.0)
         of_direction += direction * direction
-        param = tl.where(tl.abs(param) < INFINITE, param, 0.0)  # one that is lost must not take the others with it
+        param = tl.where(tl.abs(param) < INFINITE, param, 0.0)  # a non-finite element must not spoil the others
         of_param += param * param
     segments = rows * parts
     programs = ((segments + SEGMENTS * TILES - 1) // (SEGMENTS * TILES)).to(tl.int32)
@@ -183,7 +180,7 @@ def measure(
 
 @triton.jit
 def _is_last(tensor, TICKETS: tl.constexpr, which, count):
-    """Whether this program is the last of ``count`` to ask; then it may read what the others stored before they did."""
+    """Return whether this program is the last of ``count``. It may then read what the others have stored."""
     ticket = tl.load(tensor + TICKETS).to(tl.pointer_type(tl.int32)) + which
     is_last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == count - 1
     tl.store(ticket, 0, mask=is_last)  # for the next launch
@@ -192,17 +189,17 @@ def _is_last(tensor, TICKETS: tl.constexpr, which, count):
 
 @triton.jit
 def _total(at, parts, length, index, mask):
-    """The sum of ``(parts, length)`` numbers over parts, at some places."""
+    """Sum values of shape ``(parts, length)`` over parts, at the given indices."""
     total = tl.zeros(index.shape, tl.float32)
     for part in range(parts):
-        # not from a cache that may have been filled when a neighbour on the line was not there yet
+        # bypass L1: it may hold this cache line from before another program stored to it
         total += tl.load(at + part * length + index, mask=mask, other=0.0, cache_modifier=".cg")
     return total
 
 
 @triton.jit
 def _length(at, parts):
-    """The sum of one number for each part."""
+    """Sum one value per part."""
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), tl.float32)
     for first in range(0, parts, LANES):
@@ -212,9 +209,10 @@ def _length(at, parts):
 
 @triton.jit
 def _finish(out, own, total, count, index, mask, OUT: tl.constexpr):
-    """Store means of ``count`` numbers each; what was stored, zeros outside.
+    """Store means of ``count`` values each. Returns what was stored, and zeros outside the mask.
 
-    ``OUT`` "fp32" or "bf16": they are taken into a factor of v. "inverse root": what brings lines to one size.
+    With ``OUT`` "fp32" or "bf16" the means are averaged into a factor of v. With "inverse root" they become the factors
+    that normalize rows or columns.
     """
     mean = quotient(total, count.to(tl.float32))
     if OUT == "inverse root":

@@ -1,9 +1,9 @@
-"""The launch that updates all tensors of a family: one pass over their memory."""
+"""The kernel that updates all tensors of a family in one pass over their memory."""
 
 import triton
 import triton.language as tl
 
-from baoc.optim.kernels.triton.device.numbers import (
+from baoc.optim.kernels.triton.device.formats import (
     NOISE_MARGIN,
     load_dense,
     noise_at,
@@ -11,7 +11,7 @@ from baoc.optim.kernels.triton.device.numbers import (
     root,
     store_nearest,
 )
-from baoc.optim.kernels.triton.device.table import (
+from baoc.optim.kernels.triton.device.tile import (
     COUPLED_DECAY,
     FIRST_ELEMENT_AT,
     FIRST_PROGRAM_AT,
@@ -26,23 +26,21 @@ from baoc.optim.kernels.triton.device.table import (
     V_AT,
     V_PHASE,
     V_SHARED_AT,
-    elements,
-    fp32_at,
-    own_index,
-    own_numbers,
-    own_tensor,
-    row_length,
-    segments_in,
-)
-from baoc.optim.kernels.triton.device.tile import (
     advanced_m,
     advanced_v,
     clean,
     col_number,
     direction_of,
+    elements,
+    fp32_at,
     load_grad,
     mean_of_cols,
+    own_index,
+    own_numbers,
+    own_tensor,
+    row_length,
     row_number,
+    segments_in,
     store_slot,
 )
 
@@ -54,12 +52,13 @@ def update(
     NORMS: tl.constexpr, COUPLED: tl.constexpr, SHARES: tl.constexpr, MOVES: tl.constexpr, ALIGNED: tl.constexpr,
     SEGMENTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Every program updates ``TILES`` tiles of ``SEGMENTS`` segments of one tensor, which ``owners`` names.
+    """Update ``TILES`` tiles of ``SEGMENTS`` segments of one tensor.
 
-    ``table`` is (tensors, words) int64, ``owners`` (programs,) int32 and ``numbers`` (rows, numbers) fp32: see
-    :mod:`~baoc.optim.kernels.triton.words`. Nothing is done where the number at ``skip`` is not zero. The constants are
-    those of :class:`~baoc.optim.kernels.triton.families.Family`; without ``MOVES`` the direction is stored in the
-    parameter's place.
+    ``table`` has a row of :class:`~baoc.optim.kernels.triton.families.Word` per tensor, int64, shape (tensors, words).
+    ``owners`` names the tensor of each program, int32, shape (programs,). ``numbers`` has rows of
+    :class:`~baoc.optim.kernels.triton.families.Number`, fp32, shape (rows, numbers). Nothing is changed if the fp32
+    value at ``skip`` is not zero. The constants are those of :class:`~baoc.optim.kernels.triton.families.Family`;
+    without ``MOVES`` the direction is stored in place of the parameter.
     """
     if tl.load(skip) != 0.0:
         return
@@ -70,9 +69,9 @@ def update(
     col_mean = 1.0
     if V == "factored" or V == "factored-bf16":
         col_mean = mean_of_cols(tensor, own, row_len)
-    for turn in range(TILES):
+    for tile in range(TILES):
         _update_tile(
-            tensor, own, row_len, rows, col_mean, first + turn * SEGMENTS,
+            tensor, own, row_len, rows, col_mean, first + tile * SEGMENTS,
             MECHANISM, PARAM, GRAD, M, V, NORMS, COUPLED, SHARES, MOVES, ALIGNED, SEGMENTS,
         )  # fmt: skip
 
@@ -114,7 +113,7 @@ def _update_tile(
     if NORMS == "col" or NORMS == "both":
         direction = direction * col_number(tensor, part, mask, "fp32", ALIGNED)
     if MOVES:
-        if SHARES:  # a gradient that is no number makes its element none
+        if SHARES:  # a non-finite gradient shows in its own element
             direction = direction + (grad - grad)
         step = tl.load(own + STEP)
         if MECHANISM == "adafactor":
@@ -130,7 +129,10 @@ def _store_slots(
     tensor, own, grad, m, v, row, part, parts, row_len, offset, inside, mask,
     M: tl.constexpr, V: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Dithered; an element without gradient may not move further than exact state lets it, as in ``Update._store``."""
+    """Round and store the state. An element without gradient must not move further than with exact state.
+
+    See ``Update._store`` in :mod:`baoc.optim.kernels.update`.
+    """
     element = offset + tl.load(tensor + FIRST_ELEMENT_AT)
     idle = grad == 0.0
     if V == "fp32" or V == "bf16" or V == "int8":

@@ -1,0 +1,202 @@
+"""Values in memory: fp32, bf16, int8 and int4, bit for bit as :mod:`baoc.core.codecs` stores them.
+
+Rounding uses integer operations, which give the same result on every device: Triton's own casts to bf16 round
+differently on a GPU and in the interpreter. Division and square roots are correctly rounded only by their explicit
+names, :func:`quotient` and :func:`root`.
+
+A tile is ``(segments, SEGMENT)`` elements. A segment is one group of int8, or four groups of int4.
+"""
+
+import triton
+import triton.language as tl
+
+from baoc.core import rounding
+from baoc.core.codecs import quantized
+
+PHASE_PER_ELEMENT = tl.constexpr(rounding.PHASE_PER_ELEMENT)
+PHASE_MASK = tl.constexpr(rounding.PHASE_MASK)
+NOISE_SHIFT = tl.constexpr(rounding.PHASE_BITS - 16)
+NOISE_MARGIN = tl.constexpr(rounding.NOISE_MARGIN)
+SIZE = tl.constexpr(0x7FFFFFFF)  # all bits of fp32 but the sign
+BF16_NAN = tl.constexpr(0x7FC0)
+NOISE_ONE = tl.constexpr(rounding.NOISE_ONE)
+
+SEGMENT = tl.constexpr(quantized.INT8_GROUP)
+LEAST_EXPONENT = tl.constexpr(quantized.LEAST_EXPONENT)
+MOST_EXPONENT = tl.constexpr(quantized.MOST_EXPONENT)
+MANTISSA = tl.constexpr(quantized.MANTISSA)
+SIGNED_DROPPED = tl.constexpr(quantized.SIGNED.dropped)
+SIGNED_BELOW = tl.constexpr(quantized.SIGNED.count << quantized.SIGNED.dropped)
+UNSIGNED_DROPPED = tl.constexpr(quantized.UNSIGNED.dropped)
+UNSIGNED_BELOW = tl.constexpr(quantized.UNSIGNED.count << quantized.UNSIGNED.dropped)
+
+INT4_GROUP = tl.constexpr(quantized.INT4_GROUP)
+HALF = tl.constexpr(quantized.INT4_HALF)
+QUARTERS = tl.constexpr(quantized.INT8_GROUP // quantized.INT4_GROUP)  # groups of int4 in a segment
+TOP = tl.constexpr(float(quantized.INT4_TOP))
+PER_TOP = tl.constexpr(1.0 / quantized.INT4_TOP)
+ZERO = tl.constexpr(quantized.INT4_ZERO)
+SMALLEST_SCALE = tl.constexpr(quantized.INT4_SMALLEST_SCALE)
+
+
+@triton.jit
+def pointer(address, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return a pointer to values of a type at an int64 address."""
+    found = address.to(tl.pointer_type(TYPE))
+    return tl.multiple_of(found, 16) if ALIGNED else found  # the hint makes vector loads possible
+
+
+@triton.jit
+def bits_of(x):
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def root(x):
+    return tl.sqrt_rn(x)
+
+
+@triton.jit
+def quotient(x, y):
+    return tl.div_rn(x, y)
+
+
+@triton.jit
+def noise_at(element, phase):
+    """Return the noise of :class:`baoc.core.rounding.Rounding` for element indices. The low 32 bits are enough."""
+    here = (element.to(tl.int32) * PHASE_PER_ELEMENT + phase) & PHASE_MASK
+    return ((here >> NOISE_SHIFT) & (-2 * NOISE_MARGIN)) | NOISE_MARGIN
+
+
+@triton.jit
+def load_dense(address, offset, mask, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Load fp32 or bf16 values as fp32."""
+    if FORMAT == "bf16":
+        half = tl.load(pointer(address, tl.int16, ALIGNED) + offset, mask=mask, other=0)
+        return float_of(half.to(tl.int32) << 16)
+    else:
+        return tl.load(pointer(address, tl.float32, ALIGNED) + offset, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_dense(address, offset, mask, value, noise, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Store state and return what was stored. bf16 rounds up where the noise carries into the upper half."""
+    if FORMAT == "bf16":
+        half = (bits_of(value) + noise) >> 16
+        tl.store(pointer(address, tl.int16, ALIGNED) + offset, half.to(tl.int16), mask=mask)
+        return float_of(half << 16)
+    else:
+        tl.store(pointer(address, tl.float32, ALIGNED) + offset, value, mask=mask)
+        return value
+
+
+@triton.jit
+def store_nearest(address, offset, mask, value, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Store a parameter. bf16 rounds to nearest, ties to even, as torch does."""
+    if FORMAT == "bf16":
+        bits = bits_of(value)
+        half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        half = tl.where(value == value, half, BF16_NAN)
+        tl.store(pointer(address, tl.int16, ALIGNED) + offset, half.to(tl.int16), mask=mask)
+    else:
+        tl.store(pointer(address, tl.float32, ALIGNED) + offset, value, mask=mask)
+
+
+@triton.jit
+def int8_base(exponents, SIGNED: tl.constexpr):
+    """Return the fp32 bits from which codes count."""
+    return ((exponents + 1) << MANTISSA) - (SIGNED_BELOW if SIGNED else UNSIGNED_BELOW)
+
+
+@triton.jit
+def int8_values(codes, exponents, SIGNED: tl.constexpr):
+    """Decode int32 codes, shape (segments, SEGMENT), with exponents, shape (segments, 1), to fp32."""
+    base = int8_base(exponents, SIGNED)
+    if SIGNED:
+        number = float_of((tl.abs(codes) << SIGNED_DROPPED) + base)
+        size = tl.minimum(number, 2 * (number - float_of(base)))
+        return tl.where(codes < 0, -size, size)
+    else:
+        return tl.where(codes > 0, float_of((codes << UNSIGNED_DROPPED) + base), 0.0)
+
+
+@triton.jit
+def int8_codes(value, noise, mask, SIGNED: tl.constexpr):
+    """Encode values as (codes, exponents), both int32."""
+    dropped: tl.constexpr = SIGNED_DROPPED if SIGNED else UNSIGNED_DROPPED
+    bits = bits_of(value) & SIZE
+    shifted = noise << (dropped - 16)
+    top = tl.max(tl.where(mask, bits + shifted, 0), axis=1, keep_dims=True) >> MANTISSA
+    exponents = tl.minimum(tl.maximum(top, LEAST_EXPONENT), MOST_EXPONENT)
+    base = int8_base(exponents, SIGNED)
+    if SIGNED:  # codes of the lowest octave are equally spaced down to zero
+        bits = tl.maximum(bits, bits_of(float_of(bits) * 0.5 + float_of(base)))
+        code = (bits + shifted - base) >> dropped
+        return tl.minimum(tl.maximum(tl.where(value < 0, -code, code), -128), 127), exponents
+    else:
+        code = (bits + shifted - base) >> dropped
+        return tl.where(value > 0, tl.minimum(tl.maximum(code, 1), 255), 0), exponents
+
+
+@triton.jit
+def load_int8(codes_at, exponents_at, offset, segment, inside, mask, SIGNED: tl.constexpr, ALIGNED: tl.constexpr):
+    """Load int8 values as fp32. ``inside`` masks segments, shape (segments, 1); ``mask`` masks elements."""
+    codes = tl.load(pointer(codes_at, tl.int8 if SIGNED else tl.uint8, ALIGNED) + offset, mask=mask, other=0)
+    exponents = tl.load(pointer(exponents_at, tl.uint8, False) + segment, mask=inside, other=0)
+    return int8_values(codes.to(tl.int32), exponents.to(tl.int32) + LEAST_EXPONENT, SIGNED)
+
+
+@triton.jit
+def store_int8(
+    codes_at, exponents_at, offset, segment, inside, mask, value, noise, SIGNED: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Store values as int8 and return what was stored."""
+    codes, exponents = int8_codes(value, noise, mask, SIGNED)
+    narrow = codes.to(tl.int8 if SIGNED else tl.uint8)
+    tl.store(pointer(codes_at, tl.int8 if SIGNED else tl.uint8, ALIGNED) + offset, narrow, mask=mask)
+    tl.store(pointer(exponents_at, tl.uint8, False) + segment, (exponents - LEAST_EXPONENT).to(tl.uint8), mask=inside)
+    return int8_values(codes, exponents, SIGNED)
+
+
+@triton.jit
+def load_int4(codes_at, scales_at, row, part, row_len, inside, ALIGNED: tl.constexpr):
+    """Load int4 values as fp32. ``row`` and ``part`` (the segment within its row) have shape (segments, 1)."""
+    groups = (row_len + INT4_GROUP - 1) // INT4_GROUP
+    lane = tl.arange(0, SEGMENT)[None, :]
+    group = part * QUARTERS + lane // INT4_GROUP
+    held = inside & (group < groups)
+    place = row.to(tl.int64) * groups + group
+    packed = tl.load(pointer(codes_at, tl.uint8, ALIGNED) + place * HALF + lane % HALF, mask=held, other=0)
+    nibble = (packed.to(tl.int32) >> ((lane // HALF) % 2 * 4)) & 15
+    scales = tl.load(pointer(scales_at, tl.float32, False) + place, mask=held, other=0.0)
+    return (nibble - ZERO).to(tl.float32) * PER_TOP * scales
+
+
+@triton.jit
+def store_int4(codes_at, scales_at, row, part, row_len, inside, value, noise, ALIGNED: tl.constexpr):
+    """Store values as int4. ``value`` is zero in the padding of a row's last group, which is stored as zeros."""
+    count: tl.constexpr = value.shape[0] * QUARTERS
+    x = tl.reshape(value, (count, INT4_GROUP))
+    size = tl.abs(x)
+    top = float_of(tl.max(bits_of(size), axis=1, keep_dims=True))  # (groups, 1)
+    least = tl.maximum(top, SMALLEST_SCALE)
+    level = size * (quotient(least * 0.0 + 1.0, least) * TOP)
+    code = tl.floor(level)
+    rise = (level - code) * NOISE_ONE + tl.reshape(noise, (count, INT4_GROUP)).to(tl.float32) >= NOISE_ONE
+    code = tl.where(rise, code + 1.0, code)
+    nibble = tl.where(x < 0, -code, code).to(tl.int32) + ZERO
+    halves = tl.reshape(nibble, (count, 2, HALF)) << (tl.arange(0, 2)[None, :, None] * 4)
+    packed = tl.sum(halves, axis=1)  # (groups, HALF)
+
+    groups = (row_len + INT4_GROUP - 1) // INT4_GROUP
+    quarter = part * QUARTERS + tl.arange(0, QUARTERS)[None, :]  # (segments, QUARTERS)
+    held = tl.reshape(inside & (quarter < groups), (count, 1))
+    place = tl.reshape(row.to(tl.int64) * groups + quarter, (count, 1))
+    to = pointer(codes_at, tl.uint8, ALIGNED) + place * HALF + tl.arange(0, HALF)[None, :]
+    tl.store(to, packed.to(tl.uint8), mask=held)
+    tl.store(pointer(scales_at, tl.float32, False) + place, tl.where(top > 0, least, 0.0), mask=held)

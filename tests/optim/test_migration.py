@@ -1,0 +1,189 @@
+"""Changing configurations in the middle of training keeps training."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from baoc import Block, BlockOptimizer, Plan, parse, state_bytes
+from baoc.core.mechanisms import Adam, Normalised
+from baoc.optim import migrate
+from tests.cases import CONFIGURATIONS, gradients, train, trained
+from tests.memory import PeakMemory
+from tests.training import REPRESENTATIVE
+
+SHAPE = (70, 96)
+
+
+def shares_a_slot(pair) -> bool:
+    old, new = ({slot.name for slot in configuration.slots} for configuration in pair)
+    return bool(old & new)
+
+
+def is_told_by_itself(pair) -> bool:
+    """From updates of a known length to AdamW and back, with and without state."""
+    old, new = pair
+    normalised = [isinstance(configuration.mechanism, Normalised) for configuration in pair]
+    return all(normalised) or (normalised[0] and new.mechanism_name == "adamw") or (old.slots and normalised[1])
+
+
+LATE = [str(parse(spelling)) for spelling in (*REPRESENTATIVE, "muon-8", "lion-8")]
+"""What state that is older is moved to as well."""
+PAIRS = [pair for pair in itertools.permutations(CONFIGURATIONS, 2) if shares_a_slot(pair) or is_told_by_itself(pair)]
+
+
+@pytest.mark.parametrize("lr", [1e-3])
+@pytest.mark.parametrize("old", list(dict.fromkeys(pair[0] for pair in PAIRS)), ids=str)
+def test_the_first_update_after_a_migration_is_as_long_as_the_last_before(old, lr):
+    """For every configuration that shares a slot with the old one, or whose updates have a length of their own."""
+    for new in (pair[1] for pair in PAIRS if pair[0] == old):
+        for age in (3, 60) if str(new) in LATE else (3,):
+            optimizer, param = trained(old, SHAPE, steps=age, lr=lr, weight_decay=0.0)
+            *_, last, following = gradients(SHAPE, age + 2)
+            before = _update_rms(optimizer, param, last)
+            optimizer.set_plan(new)
+            after = _update_rms(optimizer, param, following)
+            # four bits make updates of AdamW longer by noise, where elements of a group differ by orders of magnitude
+            most = 2.6 if old.mechanism_name == "adamw" and old.codec("m").name == "int4" else 2
+            assert before / most <= after <= before * most, f"{old} -> {new} at age {age}: {before:.3g} -> {after:.3g}"
+
+
+def _update_rms(optimizer, param, grad) -> float:
+    previous = param.detach().clone()
+    param.grad = grad
+    optimizer.step()
+    return (param - previous).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("old", CONFIGURATIONS, ids=str)
+def test_state_takes_the_new_layout_and_ages_stay_with_their_slots(old):
+    for new in CONFIGURATIONS:
+        optimizer, param = trained(old, SHAPE, steps=5)
+        optimizer.set_plan(new)
+        train(optimizer, param, gradients(SHAPE, 2))
+        assert state_bytes(optimizer) == new.state_bytes(SHAPE)
+        state = optimizer.state[param]
+        for slot in new.slots:
+            inherited = slot.name in {s.name for s in old.slots}
+            inferred = slot.name == "v" and isinstance(new.mechanism, Adam) and "m" in {s.name for s in old.slots}
+            late = slot.name == "m" and isinstance(new.mechanism, Adam) and isinstance(old.mechanism, Normalised)
+            assert int(state[f"{slot.name}.age"]) == (7 if inherited or inferred else 4 if late else 2)
+
+
+def test_a_migration_there_and_back_through_a_wider_format_loses_nothing():
+    optimizer, param = trained("adamw-8", SHAPE, steps=5)
+    before = {key: value.clone() for key, value in optimizer.state[param].items() if torch.is_tensor(value)}
+    optimizer.set_plan("adamw-32")
+    optimizer.set_plan("adamw-8")
+    assert all(torch.equal(optimizer.state[param][key], value) for key, value in before.items())
+
+
+def test_a_checkpoint_right_after_a_late_start_resumes_bitwise():
+    """Its slots have different ages, and none has seen a gradient."""
+    optimizer, param = trained("colnorm", SHAPE, steps=3)
+    optimizer.set_plan("adamw[m=int8,v=factored]")
+    copied = nn.Parameter(param.detach().clone())
+    resumed = BlockOptimizer([copied], plan="adamw[m=int8,v=factored]")
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for grad in gradients(SHAPE, 2):
+        param.grad, copied.grad = grad.clone(), grad.clone()
+        optimizer.step()
+        resumed.step()
+        assert torch.equal(param, copied)
+
+
+def test_restarting_drops_state():
+    optimizer, param = trained("adamw-32", SHAPE, steps=5)
+    optimizer.set_plan("adamw-16", inherit=False)
+    assert state_bytes(optimizer) == optimizer.plan.state_bytes and not any(optimizer.state[param]["m"].flatten())
+    train(optimizer, param, gradients(SHAPE, 1))
+    assert optimizer.state[param]["v.age"] == 1
+
+
+def test_an_explicit_lr_scale_is_kept_and_scales_the_step_but_not_the_decay():
+    shape = (8, 8)
+    plan = Plan((Block("b", parse("sgd"), {"0.0": shape}, lr_scale=0.5),))
+    param = nn.Parameter(torch.ones(shape))
+    optimizer = BlockOptimizer([param], lr=0.1, weight_decay=0.0, plan=plan)
+    param.grad = torch.ones(shape)
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full(shape, 0.95))
+    optimizer.set_plan(Plan((Block("b", parse("sgdw"), {"0.0": shape}, lr_scale=0.5),)))
+    optimizer.param_groups[0]["weight_decay"] = 1.0
+    param.grad = torch.zeros(shape)
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full(shape, 0.95 * 0.9))
+    assert optimizer.plan.blocks[0].lr_scale == 0.5
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("adamw-32", "adamw-8"),
+        ("adamw-8", "adamw-32"),
+        ("adamw-32", "sgdm-32"),
+        ("adamw-16", "adamw[m=int8,v=factored]"),
+        ("adamw[m=bf16,v=fp32]", "adamw[m=fp32,v=bf16]"),
+    ],
+)
+def test_a_migration_holds_at_most_one_extra_tensor(old, new):
+    params = [nn.Parameter(torch.randn(512, 1024)) for _ in range(4)]
+    optimizer = BlockOptimizer(params, plan=old)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    before = state_bytes(optimizer)
+    held = [tensor for state in optimizer.state.values() for tensor in state.values() if torch.is_tensor(tensor)]
+    with PeakMemory(held) as memory:
+        del held, param
+        optimizer.set_plan(new)
+    one_tensor = params[0].numel() * 4
+    tiles = 8 * (1 << 16) * 4
+    assert memory.peak <= max(before, state_bytes(optimizer)) + one_tensor + tiles
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C."""
+
+
+@pytest.mark.parametrize(("old", "new"), [("adamw-32", "adamw-8"), ("adamw-8", "sgdm-32"), ("sgdm-8", "adamw-32")])
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_an_interrupted_change_of_plans_leaves_a_working_optimizer(old, new, calls, monkeypatch):
+    """Each parameter is in its old block or in its new one; training goes on, and checkpoints resume to the bit."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(70, 96)) for _ in range(4)]
+    optimizer = BlockOptimizer(params, plan=old, weight_decay=0.0)
+
+    def step(some, optimizer) -> None:
+        for param, grad in zip(some, gradients((70, 96), len(some))):
+            param.grad = grad
+        optimizer.step()
+
+    step(params, optimizer)
+    encode, left = migrate._fill, iter(range(calls))
+
+    def interrupted(*arguments):
+        if next(left, None) is None:
+            raise Interrupted
+        encode(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(migrate, "_fill", interrupted)
+        with pytest.raises(Interrupted):
+            optimizer.set_plan(new)
+    given = {str(block.configuration) for block in optimizer.plan.blocks}
+    assert given <= {str(parse(old)), str(parse(new))}
+    assert state_bytes(optimizer) == optimizer.plan.state_bytes
+    twins = copy.deepcopy(params)
+    resumed = BlockOptimizer(twins)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, its in ((params, optimizer), (twins, resumed)):
+        step(each, its)
+    assert all(torch.equal(one, other) for one, other in zip(params, twins))
+    optimizer.set_plan(new)
+    step(params, optimizer)
+    assert {str(block.configuration) for block in optimizer.plan.blocks} == {str(parse(new))}

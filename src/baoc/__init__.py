@@ -1,39 +1,47 @@
-"""baoc: optimizer memory as a budget you set."""
+"""baoc: training memory as a budget you set."""
 
 from baoc._version import __version__
-from baoc.configurator import BAOC, lay_out_for
 from baoc.core.codecs import register_codec
-from baoc.core.configuration import BEYOND, CATALOG, Configuration, ConfigurationError, parse
+from baoc.core.configuration import CATALOG, EXTENDED, Configuration, ConfigurationError, parse
 from baoc.core.mechanisms import register_mechanism
 from baoc.optim.checkpoint import CheckpointError
-from baoc.optim.measure import state_bytes
 from baoc.optim.optimizer import BlockOptimizer
+from baoc.optim.prepare import prepare_for_load
+from baoc.optim.state import state_bytes
 from baoc.optim.torch_state import to_torch
-from baoc.plan import Block, Plan, PlanError, make_plan, profile
-from baoc.profiling.profile import Profile, ProfileError
-from baoc.profiling.profiler import Profiler
+from baoc.optimizer import BAOC
+from baoc.plan import Block, Plan, PlanError, collect_statistics, make_plan
+from baoc.planners import Budget, EffectPlanner, ModelFacts, PaperPlanner
+from baoc.planners.paper.collect import StatisticsCollector
+from baoc.planners.paper.risk import register_risk
+from baoc.planners.paper.statistics import GradientStatistics, StatisticsError
 
 __all__ = [
     "BAOC",
-    "BEYOND",
     "CATALOG",
+    "EXTENDED",
     "Block",
     "BlockOptimizer",
+    "Budget",
     "CheckpointError",
     "Configuration",
     "ConfigurationError",
+    "EffectPlanner",
+    "GradientStatistics",
+    "ModelFacts",
+    "PaperPlanner",
     "Plan",
     "PlanError",
-    "Profile",
-    "ProfileError",
-    "Profiler",
+    "StatisticsCollector",
+    "StatisticsError",
     "__version__",
-    "lay_out_for",
+    "collect_statistics",
     "make_plan",
     "parse",
-    "profile",
+    "prepare_for_load",
     "register_codec",
     "register_mechanism",
+    "register_risk",
     "state_bytes",
     "to_torch",
 ]

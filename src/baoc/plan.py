@@ -1,65 +1,88 @@
-"""Plans apart from a training run: profile a model once, then ask for any budget.
+"""Plans apart from a training run: of a model before training, or of gradient statistics.
 
 ``import baoc.plan`` gives this module; :class:`Plan`, :class:`Block` and what goes with them are here too.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from baoc.core.budget import is_per_rank, memory_budget
+from baoc.core.budget import memory_budget
 from baoc.core.plan import Block, Plan, PlanError
-from baoc.core.sharding import fullest
+from baoc.core.sharding import rows_per_rank
 from baoc.core.spec import DEFAULT_BETAS, Hyper
 from baoc.optim.optimizer import BlockOptimizer
-from baoc.planning.planner import DEFAULT_MEMORY, Planner
-from baoc.planning.settings import Settings
-from baoc.profiling.coordinates import RATIO
-from baoc.profiling.profile import Profile
-from baoc.profiling.profiler import LossFunction, Profiler, record
+from baoc.planners.base import Budget, Memory, Planner
+from baoc.planners.effects import EffectPlanner
+from baoc.planners.model_facts import ModelFacts
+from baoc.planners.paper.collect import LossFunction, StatisticsCollector, record_steps
+from baoc.planners.paper.coordinates import RATIO
+from baoc.planners.paper.planner import PaperPlanner
+from baoc.planners.paper.statistics import GradientStatistics
 
-__all__ = ["Block", "Plan", "PlanError", "make_plan", "memory_budget", "profile"]
+__all__ = ["Block", "Plan", "PlanError", "collect_statistics", "make_plan", "memory_budget"]
 
 WARMUP_CONFIGURATION = "adamw-16"
 
 
 def make_plan(
-    profile: Profile,
-    memory: float | int | str = DEFAULT_MEMORY,
-    time: float | None = None,
+    model: nn.Module | ModelFacts | GradientStatistics,
+    memory: Memory = "auto",
     *,
-    host_memory: float | int | str | None = None,
-    hyper: Hyper | None = None,
+    planner: Planner | None = None,
+    host_memory: Memory | None = None,
     ranks: int = 1,
-    **settings: Any,
+    hyper: Hyper | None = None,
 ) -> Plan:
-    """The plan of least risk for a profile within a memory and a time budget.
+    """Return the plan for a model within a budget, without training it.
 
-    ``memory`` is a share of AdamW16's state (0.5, "50%"), bytes (an int), a size ("1.5GiB") or "auto"; ``time`` bounds
-    how long a training step may become, relative to one with AdamW16. With ``host_memory``, a budget for state in host
-    memory, ``memory`` is for what the device holds, and the plan says what is where. A budget like "2GiB/rank" is what
-    each of ``ranks`` may hold that parameters are sharded over. ``settings`` are those of
-    :class:`~baoc.planning.planner.Settings`.
+    Args:
+        model: a module (one on the meta device will do), facts about one, or gradient statistics.
+        memory: as in :class:`~baoc.BAOC`.
+        planner: as in :class:`~baoc.BAOC`. A :class:`~baoc.PaperPlanner` needs gradient statistics.
+        host_memory: as in :class:`~baoc.BAOC`.
+        ranks: over which parameters are sharded.
+        hyper: learning rate, betas and weight decay that the model will be trained with.
 
-    >>> model = nn.Linear(64, 128)
-    >>> seen = profile(model, lambda model, batch: model(batch).square().mean(), [torch.randn(2, 64)], steps=5)
-    >>> plan = make_plan(seen, memory=0.6, time=10.0)
-    >>> plan.state_bytes <= 0.6 * plan.reference_bytes
-    True
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: no plan fits the budget.
+
+    Example:
+        >>> plan = make_plan(nn.Linear(64, 128), memory=0.6)
+        >>> plan.state_bytes <= 0.6 * plan.reference_bytes
+        True
     """
-    chosen = Settings.of("make_plan", settings)
-    rows = {name: fullest(shape[0], ranks) for name, shape in profile.shapes.items() if shape}
-    of_a_rank = rows if is_per_rank(memory) else {}
-    planner = Planner(profile.shapes, profile, hyper or Hyper(lr=1e-3), chosen, rows=of_a_rank)
-    plan = planner.plan(memory, time, host_memory=host_memory)
+    statistics = model if isinstance(model, GradientStatistics) else None
+    if isinstance(model, GradientStatistics):
+        facts = model.model
+    else:
+        facts = model if isinstance(model, ModelFacts) else ModelFacts.of(model)
+    if hyper is not None:
+        facts = dataclasses.replace(facts, hyper=hyper)
+    if ranks > 1:
+        rows = {name: rows_per_rank(shape[0], ranks) for name, shape in facts.shapes.items() if shape}
+        facts = dataclasses.replace(facts, rows=rows)
+    planner, budget = planner or EffectPlanner(), Budget(memory, host_memory)
+    if isinstance(planner, PaperPlanner):
+        if statistics is None:
+            raise PlanError(
+                "PaperPlanner plans from gradient statistics. Pass those that baoc.collect_statistics(...) returns."
+            )
+        plan = planner.plan(statistics, facts, budget)
+    else:
+        plan = planner.initial_plan(facts, budget)
     return plan.sharded(ranks) if ranks > 1 else plan
 
 
-def profile(
+def collect_statistics(
     model: nn.Module,
     loss_fn: LossFunction,
     batches: Iterable[Any],
@@ -72,29 +95,34 @@ def profile(
     seed: int = 0,
     optimizer: torch.optim.Optimizer | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
-) -> Profile:
-    """Train for a few steps and record what the gradients are like. This changes the model's weights.
+) -> GradientStatistics:
+    """Train for a few steps and return statistics of the gradients. This changes the model's weights.
 
     Args:
-        model: only its trainable parameters are profiled.
+        model: only its trainable parameters are sampled.
         loss_fn: ``loss_fn(model, batch)`` returns the loss.
-        batches: a list, a DataLoader or any other iterable. What can be iterated again is, if it is shorter than
-            ``steps``; an iterator is used up to its end.
+        batches: a list, a DataLoader or any other iterable. One that can be iterated again is, if it is shorter than
+            ``steps``.
         steps: how many.
         lr: of the AdamW16 that the warm-up is trained with, unless ``optimizer`` is given.
         weight_decay: likewise.
         betas: likewise; also the decay of the sampled moments.
-        ratio: which share of each tensor is followed.
+        ratio: share of each tensor that is sampled.
         seed: of the choice of coordinates.
         optimizer: what to train with instead.
         on_step: called as ``on_step(step, steps, loss)`` after each step.
 
-    >>> model = nn.Linear(8, 4)
-    >>> seen = profile(model, lambda model, batch: model(batch).square().mean(), [torch.randn(2, 8)], steps=5)
-    >>> seen.steps, seen.shapes
-    (5, {'weight': (4, 8), 'bias': (4,)})
+    Returns:
+        Gradient statistics, for ``make_plan(statistics, planner=PaperPlanner())`` or a file.
+
+    Example:
+        >>> model = nn.Linear(8, 4)
+        >>> loss = lambda model, batch: model(batch).square().mean()
+        >>> statistics = collect_statistics(model, loss, [torch.randn(2, 8)], steps=5)
+        >>> statistics.steps, statistics.shapes
+        (5, {'weight': (4, 8), 'bias': (4,)})
     """
-    profiler = Profiler(model, ratio=ratio, seed=seed, betas=betas)
+    collector = StatisticsCollector(model, ratio=ratio, seed=seed, betas=betas)
     if optimizer is None:
         optimizer = BlockOptimizer(model, lr=lr, betas=betas, weight_decay=weight_decay, plan=WARMUP_CONFIGURATION)
-    return record(profiler, model, loss_fn, batches, optimizer, steps, on_step)
+    return record_steps(collector, model, loss_fn, batches, optimizer, steps, on_step)

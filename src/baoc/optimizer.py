@@ -1,0 +1,449 @@
+"""``BAOC``: a ``BlockOptimizer`` that holds a planner, which chooses its plan within a memory budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from baoc import resume
+from baoc.core.mechanisms import known_settings
+from baoc.core.plan import Block, Plan, PlanError, one_line
+from baoc.core.roles import role_of
+from baoc.core.spec import DEFAULT_BETAS
+from baoc.core.text import names_checked, notice
+from baoc.optim import agreement, checkpoint, groups
+from baoc.optim.groups import Group
+from baoc.optim.optimizer import BlockOptimizer
+from baoc.planners.base import Budget, Memory, Planner, Progress
+from baoc.planners.effects import EffectPlanner
+from baoc.planners.model_facts import ModelFacts, TokenCounter
+from baoc.planners.paper.planner import PaperPlanner, PaperSession
+from baoc.planners.paper.statistics import GradientStatistics, StatisticsError
+from baoc.resume import Settings
+
+logger = logging.getLogger("baoc")
+
+
+def _moved() -> dict[str, str]:
+    """Where keyword arguments belong that are not of ``BAOC`` itself."""
+    where = {name: f"a key of a param group: [{{'params': ..., {name!r}: ...}}]" for name in known_settings()}
+    for planner in (PaperPlanner, EffectPlanner):
+        for field in dataclasses.fields(planner):
+            where[field.name] = f"planner=baoc.{planner.__name__}({field.name}=...)"
+    where["space"] = "planner=baoc.PaperPlanner() or planner=baoc.EffectPlanner()"
+    where["quiet"] = "verbose=False"
+    return where
+
+
+class BAOC(BlockOptimizer):
+    """An optimizer within a memory budget. The training loop does not change.
+
+    The plan is there when the optimizer is built: :attr:`plan` says what each parameter is updated with, how many bytes
+    that holds, and what the loss is predicted to be.
+
+    Args:
+        params: a module, ``model.parameters()``, ``model.named_parameters()``, or param groups. Pass the module if you
+            can: it says what each parameter is.
+        lr: learning rate, as you would give it to ``torch.optim.AdamW``.
+        betas: as in ``torch.optim.AdamW``.
+        eps: as in ``torch.optim.AdamW``.
+        weight_decay: as in ``torch.optim.AdamW``.
+        memory: a ceiling for optimizer state: a share of AdamW16's (0.25 or "25%"), a size ("1.5GiB"), bytes (an int of
+            at least 4096), 0.0 for the smallest plan there is, or "auto" for the smallest plan that is predicted to be
+            as good as any. Of sharded parameters it is what all ranks hold together, or, with "2GiB/rank", what the
+            rank with the most may hold.
+        planner: chooses the plan: :class:`~baoc.EffectPlanner` (the default) by measured effects,
+            :class:`~baoc.PaperPlanner` by the paper's Algorithm 1.
+        host_memory: a budget for state in host memory, likewise; ``memory`` is then for what the device holds. Such
+            blocks are updated on the host.
+        maximize: maximize the objective instead of minimizing it.
+        kernel: "auto", "native", "triton", "compiled" or "eager"; see :attr:`kernel`.
+        on_nonfinite: what to do with a step that has non-finite gradients: "step", "skip" or "raise".
+        verbose: print a line to stderr when a plan is made, unless logging is set up or ``BAOC_QUIET=1`` is set.
+        process_group: the ranks that train the same model; by default all.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+        >>> optimizer = BAOC(model, lr=1e-3, memory=0.8, verbose=False)
+        >>> optimizer.plan.state_bytes <= 0.8 * optimizer.plan.reference_bytes
+        True
+        >>> for _ in range(4):
+        ...     model(torch.randn(8, 64)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+
+    @names_checked("BAOC", _moved)
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = DEFAULT_BETAS,
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        memory: Memory = "auto",
+        planner: Planner | None = None,
+        host_memory: Memory | None = None,
+        maximize: bool = False,
+        kernel: str = "auto",
+        on_nonfinite: str = "step",
+        verbose: bool = True,
+        process_group: agreement.Group = None,
+    ) -> None:
+        self._requested = self._settings = Settings(Budget(memory, host_memory), EffectPlanner()).changed(
+            planner=planner
+        )
+        self._verbose, self._group = verbose, process_group
+        self._names: list[str] = []  # parameters to plan: all but those of groups with a configuration of their own
+        self._planned_at: int | None = None
+        self._failed = self._is_stale = self._is_ready = False
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        self._setup(params, defaults, {}, kernel=kernel, on_nonfinite=on_nonfinite)
+        self._facts = ModelFacts.of(params if isinstance(params, nn.Module) else self._params())
+        self._session = self._settings.planner.start(self._params(), self._model())
+        self._install(self._starting_plan(), inherit=False)
+        counts = isinstance(params, nn.Module) and self._settings.planner.counts_tokens
+        self._tokens = TokenCounter(cast(nn.Module, params)) if counts else None
+        until = ", until the warm-up ends" if self.is_warming_up else ""
+        notice(f"{one_line(self.plan)}{until}. print(optimizer.plan) shows it", quiet=not verbose)
+
+    # ---- steps ----
+
+    @torch.no_grad()
+    def _make_step(self, *, must_know: bool = False) -> bool:
+        if not self._is_ready:
+            self._prepare_step()
+        is_watching = self._session.is_watching
+        was_made = super()._make_step(must_know=must_know or is_watching)
+        if was_made and is_watching:
+            self._observe()
+        return was_made
+
+    def _prepare_step(self) -> None:
+        """Before the first step, and after a load: agree with other ranks, and plan if the plan is out of date."""
+        self._is_ready = True
+        self._agree()
+        if self.is_warming_up and not self._steps:  # the model may have moved to another device
+            self._session = self._settings.planner.start(self._params(), self._model())
+            self._share_tensors()
+        if self._tokens is not None:
+            tokens = self._tokens.stop()
+            if ranks := self._current_members().ranks:  # they share the update, so their tokens add up
+                tokens = agreement.total(tokens or 0, ranks[0], self.members()[0].param.device) or None
+            tokens = agreement.from_first(tokens, self._group)
+            self._facts, self._tokens = self._facts.with_tokens(tokens), None
+            counts = self._settings.planner.counts_tokens and not self._plan_given
+            self._is_stale |= tokens is not None and counts
+        if self._is_stale:
+            self._is_stale = False
+            if self.is_warming_up:
+                self._install(self._decided(self._starting_plan), inherit=True)
+            else:
+                self._plan_again()
+
+    def _observe(self) -> None:
+        """Let the planner read the gradients of a step that was made, and plan when it is time."""
+        params = self._params()
+        self._session.observe(params)
+        is_due = self._session.is_due(self._progress, params, self._model())
+        if self._settings.planner.reads_gradients:
+            is_due = agreement.from_first(is_due, self._group)
+        if is_due:
+            self._plan_again()
+
+    # ---- plans ----
+
+    def replan(
+        self,
+        memory: Memory | None = None,
+        *,
+        host_memory: Memory | None = None,
+        planner: Planner | None = None,
+        statistics: GradientStatistics | None = None,
+        inherit: bool = True,
+    ) -> Plan:
+        """Make and install a new plan now. With several ranks, all must call it. It ends a warm-up.
+
+        Args:
+            memory: another budget; by default it stays.
+            host_memory: likewise; 0 takes all state back to the device.
+            planner: other settings, or another planner; by default it stays.
+            statistics: gradient statistics for a :class:`~baoc.PaperPlanner`; by default those of this run.
+            inherit: migrate state to the new plan. ``False`` restarts it.
+
+        Returns:
+            The new plan.
+
+        Raises:
+            PlanError: no plan fits. Nothing has changed.
+            StatisticsError: a ``PaperPlanner`` has no gradient statistics. Nothing has changed.
+        """
+        before = self._settings, self._session
+        try:
+            self._settings = self._settings.changed(memory, host_memory, planner)
+            if planner is not None:
+                self._session = planner.start(self._params(), self._model())
+                self._session.take_over(before[1])
+            plan = self._decided(lambda: self._current_plan(statistics))
+            self._install(plan, inherit=inherit)
+        except BaseException:
+            self._settings, self._session = before
+            raise
+        self._note_plan()
+        return self.plan
+
+    @property
+    def statistics(self) -> GradientStatistics:
+        """Gradient statistics of this run, from a :class:`~baoc.PaperPlanner`. With sharded parameters, all ranks ask.
+
+        Raises:
+            StatisticsError: the planner reads no gradients, or has seen none.
+        """
+        if not isinstance(self._session, PaperSession):
+            raise StatisticsError(
+                f"{type(self._settings.planner).__name__} reads no gradients. Use planner=baoc.PaperPlanner(), or "
+                "baoc.collect_statistics(...) apart from training."
+            )
+        return self._session.current_statistics(self._params(), self._model())
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the planner is still to make the plan that training goes on with."""
+        is_open = self._planned_at is None or self._failed
+        return is_open and self._settings.planner.reads_gradients and self._session.is_watching
+
+    def metrics(self) -> dict[str, float]:
+        """As in :class:`BlockOptimizer`, with more numbers.
+
+        - ``steps``: steps that were made; ``warmup``: 1 while the planner warms up, else 0.
+        - ``planner_bytes``: bytes that the planner holds, such as samples. They are in ``state_bytes`` too.
+        - ``budget_bytes`` and ``host_budget_bytes``: the budgets, where there are some.
+        """
+        numbers = super().metrics() | {"steps": float(self._steps), "warmup": float(self.is_warming_up)}
+        budget = self._settings.budget
+        reference = self._model().reference_bytes(per_rank=budget.is_per_rank)
+        more = {
+            "planner_bytes": self._session.nbytes,
+            "budget_bytes": budget.device_bytes(reference),
+            "host_budget_bytes": budget.host_bytes(reference),
+        }
+        return numbers | {key: float(number) for key, number in more.items() if number}
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, as in torch. The budget holds for all parameters: the others make room for the new ones.
+
+        A group with a ``configuration`` keeps it. Any other is planned with the rest, unless the planner has begun to
+        sample gradients: then it gets ``adamw-32``.
+
+        Raises:
+            PlanError: no plan fits with the new parameters. The group is not added.
+        """
+        is_planned = "configuration" not in param_group
+        if "_session" not in self.__dict__:  # torch's constructor
+            new = self._join_group(param_group)
+            self._names += new if is_planned else []
+            checkpoint.reserve(self.param_groups, checkpoint.PLANNER)
+            return
+        kept = ("_plan", "_names", "_facts", "_session", "_plan_given", "_is_planned", "_is_ready")
+        before, count = {name: self.__dict__[name] for name in kept}, len(self.param_groups)
+        joined: Plan | None = None
+        try:
+            self._is_planned = False  # allocates nothing until all parameters have a plan
+            new = self._join_group(param_group)
+            joined = self._plan
+            is_planned = is_planned and not (self._settings.planner.reads_gradients and self._steps)
+            if is_planned:
+                self._plan_for(new)
+            make = self._starting_plan if self.is_warming_up else self._current_plan
+            self._is_ready = False
+            self._install(make() if is_planned or not self._fits(joined) else joined, inherit=True)
+        except BaseException as error:
+            del self.param_groups[count:]
+            if joined is not None and self._plan is not joined:
+                before.pop("_plan")  # some state was converted, and the plan says which
+            self.__dict__.update(before)
+            if isinstance(error, PlanError):
+                raise PlanError(f"there is no room for the parameters of another group: {error}") from error
+            raise
+
+    def _plan_for(self, new: list[str]) -> None:
+        """Let plans be for new parameters too."""
+        roles = {name: role_of(shape, name) for name, shape in self._shapes().items() if name in new}
+        self._names = [*self._names, *new]
+        self._facts = dataclasses.replace(self._facts, roles={**self._facts.roles, **roles})
+        if self.is_warming_up:
+            self._session = self._settings.planner.start(self._params(), self._model())
+
+    def _plan_again(self) -> None:
+        """Plan as the training goes. If no plan can be made, training goes on with the current one."""
+        try:
+            # without gradients all ranks come to one plan by themselves, even those that others no longer wait for
+            is_shared = self._settings.planner.reads_gradients or not self._steps
+            plan = self._decided(self._current_plan) if is_shared else self._current_plan()
+        except Exception as error:
+            self._planned_at, self._failed = self._steps, True
+            logger.warning("no plan could be made, so training goes on with the current one: %s", error)
+            return
+        is_new = self._install(plan, inherit=True)
+        self._note_plan()
+        if is_new:
+            text = f"new plan at step {self._steps}: {one_line(self.plan)}. print(optimizer.plan) shows it"
+            notice(text, quiet=not self._verbose)
+
+    def _note_plan(self) -> None:
+        self._planned_at, self._failed = self._steps, False
+        self._session.planned()
+        self._share_tensors()
+
+    def _starting_plan(self) -> Plan:
+        """The plan before any gradient."""
+        budget = self._budget(self._session.nbytes)
+        return self._with_later(self._settings.planner.initial_plan(self._model(), budget))
+
+    def _current_plan(self, statistics: GradientStatistics | None = None) -> Plan:
+        """The plan for what is known now."""
+        return self._with_later(self._session.plan(self._params(), self._model(), self._budget(), statistics))
+
+    def _decided(self, make: Callable[[], Plan]) -> Plan:
+        """The plan as the first rank makes it."""
+        if not agreement.has_peers(self._group):
+            return make()
+        return Plan.from_json(agreement.decide(lambda: make().to_json(), self._group))
+
+    def _install(self, plan: Plan, *, inherit: bool) -> bool:
+        """Set a plan, and return whether any state is stored or updated in another way."""
+        is_new = not inherit or _assignment(plan) != _assignment(self._plan)
+        if is_new:
+            self.set_plan(plan, inherit=inherit)
+        else:
+            self._install_plan(plan)
+        self._plan_given = False  # a checkpoint's plan is taken over, and migrated only if the settings differ
+        self._share_tensors()
+        return is_new
+
+    # ---- what planners are told ----
+
+    @property
+    def _progress(self) -> Progress:
+        return Progress(self._steps, self._planned_at, self._failed)
+
+    def _params(self) -> dict[str, Tensor]:
+        """Parameters that plans are made for."""
+        planned = set(self._names)
+        return {member.name: member.param for member in self.members() if member.name in planned}
+
+    def _model(self) -> ModelFacts:
+        planned = set(self._names)
+        shapes = {name: shape for name, shape in self._shapes().items() if name in planned}
+        hyper, one_lr = resume.typical_hyper(self.param_groups)
+        return dataclasses.replace(self._facts, shapes=shapes, hyper=hyper, one_lr=one_lr, rows=self._rows_per_rank())
+
+    def _budget(self, held: int = 0) -> Budget:
+        """What is left for the parameters that are planned, besides ``held`` bytes of the planner."""
+        budget = self._settings.budget
+        taken = self._device_bytes(Plan(tuple(self._later_blocks())))
+        return dataclasses.replace(budget, reserved=taken + held, planner_bytes=held)
+
+    def _fits(self, plan: Plan) -> bool:
+        budget = self._settings.budget
+        allowed = budget.device_bytes(self._model().reference_bytes(per_rank=budget.is_per_rank))
+        return allowed is None or self._device_bytes(plan) + self._session.nbytes <= allowed
+
+    def _device_bytes(self, plan: Plan) -> int:
+        """Bytes that the budget is for."""
+        plan = dataclasses.replace(plan, rows=self._rows_per_rank())
+        return plan.device_bytes_per_rank if self._settings.budget.is_per_rank else plan.device_bytes
+
+    def _later_blocks(self) -> list[Block]:
+        """Blocks of parameters that are not planned: they keep their configuration."""
+        planned = set(self._names)
+        parts = [{n: s for n, s in block.parameters.items() if n not in planned} for block in self._plan.blocks]
+        return [dataclasses.replace(b, parameters=part) for b, part in zip(self._plan.blocks, parts) if part]
+
+    def _with_later(self, plan: Plan) -> Plan:
+        blocks = (*plan.blocks, *self._later_blocks())
+        assigned = [(name, shape, block) for block in blocks for name, shape in block.parameters.items()]
+        return groups.plan_of(assigned, plan.settings)
+
+    # ---- ranks ----
+
+    def _agree(self) -> None:
+        """Check that all ranks train one model with the same settings, and take the first rank's plan."""
+        if not agreement.has_peers(self._group):
+            return
+        numbers = [
+            f"{key}={group[key]!r} in param group {index}"
+            for index, group in enumerate(self.param_groups)
+            for key in sorted(self.defaults)
+            if key in group and not isinstance(group[key], Tensor)
+        ]
+        alike = {
+            "parameters": [f"{member.name} of {member.shape}" for member in self.members()],
+            "settings": [f"{key}={value!r}" for key, value in self._settings.plain().items()],
+            "hyper-parameters": numbers,
+            "progress": [f"{self._steps} steps behind it", f"samples: {self._session.nbytes > 0}"],
+        }
+        agreement.check_equal(alike, self._group)
+        text = self._plan.to_json()
+        self._facts, first = agreement.from_first((self._facts, text), self._group)
+        if first != text:
+            self._install(Plan.from_json(first), inherit=True)
+
+    # ---- checkpoints and copies ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch, with the plan and the planner's part."""
+        self._share_tensors()
+        packed = super().state_dict()
+        run = resume.Run(self._settings, self._progress, self._is_stale, self._facts, self._names, self._session)
+        text = resume.write(run, self._requested, checkpoint.positions_by_name(self.param_groups))
+        checkpoint.write(packed["param_groups"], checkpoint.PLANNER, text)
+        return packed
+
+    def _share_tensors(self) -> None:
+        """Keep the planner's tensors in the first parameter's state: all checkpoint readers look for tensors there."""
+        trained = [member.param for member in self.members() if member.is_trained]
+        for param in trained:
+            self.state[param].pop(checkpoint.SAMPLES, None)
+        if trained and (tensors := resume.tensors_of(self._session)):
+            self.state[trained[0]][checkpoint.SAMPLES] = tensors
+
+    def _read_extra(self, loaded: checkpoint.Prepared) -> dict[str, Any]:
+        names = [name for name, _ in groups.named_params(self.param_groups)]
+        run = resume.read(loaded, self._requested, self._facts, names, self._names)
+        # a state dict of step 0 knows no tokens, but this process may have counted them since
+        tokens = None if run.facts.tokens or run.progress.steps else self._facts.tokens
+        counts = tokens is not None and run.settings.planner.counts_tokens
+        return {
+            "_settings": run.settings,
+            "_facts": run.facts.with_tokens(tokens),
+            "_names": run.planned,
+            "_session": run.session,
+            "_steps": run.progress.steps,
+            "_planned_at": run.progress.planned_at,
+            "_failed": run.progress.failed,
+            "_is_stale": run.is_stale or counts,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._is_ready = False
+        if "_tokens" not in state and self._tokens is not None and (self._facts.tokens or self._steps):
+            self._tokens.stop()  # a resumed run knows them
+            self._tokens = None
+        self._share_tensors()
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_requested", "_settings", "_verbose", "_names", "_facts", "_session", "_tokens", "_planned_at")
+        kept = super().__getstate__() | {name: self.__dict__[name] for name in (*own, "_failed", "_is_stale")}
+        return kept | {"_group": None}  # a process group cannot be copied
+
+
+def _assignment(plan: Plan) -> dict[str, tuple[object, ...]]:
+    return {name: (block.configuration, block.host, block.lr_scale) for name, block in plan.by_parameter}

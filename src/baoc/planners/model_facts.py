@@ -1,0 +1,213 @@
+"""Facts about a model that planners read: shapes, roles, whether it was trained before, how many tokens a step has.
+
+Nothing here is timed or random, so every process and every rank finds the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from baoc.core.configuration import BUDGET_REFERENCE
+from baoc.core.roles import Role, canonical_name, role_of, roles_by_place, roles_of
+from baoc.core.sharding import first_rows
+from baoc.core.spec import SMALL_NUMEL, Hyper, Shape, real_shape
+
+SCRATCH, FINETUNE = "scratch", "finetune"
+REGIMES = (SCRATCH, FINETUNE)
+OPERATIONS_PER_BYTE = {"cpu": 4.0, "cuda": 100.0}
+"""Arithmetic operations that a device does while it moves one byte. An update moves bytes, a training step computes."""
+_EDGE = 512  # rows and columns of a matrix that are read
+_MATRICES = 8
+_OUTLIER = 1.15  # times the largest singular value of a random matrix of the same size
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What planners know about a model.
+
+    Args:
+        shapes: the global shape of every parameter to plan, by name, in the model's order.
+        roles: what the parameters are, by name; read off names and shapes where it has no entry.
+        regime: "scratch", or "finetune" if the weights were trained before.
+        tokens: that pass through a hidden weight in one step, on average; ``None`` until they were counted.
+        device: the type of the parameters' device.
+        operations_per_byte: of that device. A resumed run keeps it, so that its plan does not change with the machine.
+        hyper: of the first param group, with the largest weight decay of all.
+        one_lr: whether all param groups have one learning rate.
+        rows: of every sharded parameter, the rows that the rank with the most holds.
+
+    Example:
+        >>> facts = ModelFacts.of(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)))
+        >>> facts.regime, facts.role("2.weight").value
+        ('scratch', 'head')
+    """
+
+    shapes: Mapping[str, Shape]
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    regime: str = SCRATCH
+    tokens: int | None = None
+    device: str = "cpu"
+    operations_per_byte: float = OPERATIONS_PER_BYTE["cpu"]
+    hyper: Hyper = field(default_factory=lambda: Hyper(lr=1e-3, weight_decay=0.01))
+    one_lr: bool = True
+    rows: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, params: nn.Module | Mapping[str, Tensor], hyper: Hyper | None = None) -> ModelFacts:
+        """Read off a model, or named parameters, all that can be known before the first step.
+
+        Args:
+            params: a module, whose trainable parameters are to be planned, or parameters by name.
+            hyper: learning rate, betas and weight decay.
+        """
+        if isinstance(params, nn.Module):
+            named: dict[str, Tensor] = {canonical_name(name): param for name, param in params.named_parameters()}
+            roles = roles_of(params)
+            planned = {name: param for name, param in named.items() if param.requires_grad}
+        else:
+            named = planned = {canonical_name(name): param for name, param in params.items()}
+            roles = roles_by_place({name: real_shape(param) for name, param in named.items()})
+        device = next((param.device.type for param in named.values()), "cpu")
+        facts = cls(
+            shapes={name: real_shape(param) for name, param in planned.items()},
+            roles=roles,
+            regime=regime_of(named, roles),
+            device=device,
+            operations_per_byte=OPERATIONS_PER_BYTE.get(device, OPERATIONS_PER_BYTE["cuda"]),
+        )
+        return facts if hyper is None else replace(facts, hyper=hyper)
+
+    def plain(self) -> dict[str, Any]:
+        """Return what a file needs to keep, as JSON values; shapes and hyper-parameters are kept elsewhere."""
+        kept = {name: getattr(self, name) for name in ("regime", "tokens", "device", "operations_per_byte")}
+        return kept | {"roles": {name: role.value for name, role in self.roles.items() if name in self.shapes}}
+
+    @classmethod
+    def from_plain(cls, content: Mapping[str, Any], shapes: Mapping[str, Shape]) -> ModelFacts:
+        """Read what :meth:`plain` wrote.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        tokens, intensity = content["tokens"], content["operations_per_byte"]
+        if tokens is not None and (type(tokens) is not int or tokens < 1):
+            raise ValueError(f"{tokens!r} tokens")
+        if type(intensity) not in (int, float) or not 0 < intensity < math.inf:
+            raise ValueError(f"{intensity!r} operations per byte")
+        if content["regime"] not in REGIMES or not isinstance(content["device"], str):
+            raise ValueError(f"regime {content['regime']!r} on device {content['device']!r}")
+        roles = {str(name): Role(role) for name, role in content["roles"].items()}
+        return cls(shapes, roles, content["regime"], tokens, content["device"], float(intensity))
+
+    def with_tokens(self, tokens: int | None) -> ModelFacts:
+        """Return these facts with the tokens of a step, where some were counted."""
+        return replace(self, tokens=tokens or self.tokens)
+
+    def role(self, name: str) -> Role:
+        """Return what a parameter is."""
+        return self.roles.get(name) or role_of(self.shapes[name], name)
+
+    def planned_role(self, name: str) -> Role:
+        """Return the role a parameter is planned by: small embeddings and heads keep fp32 state, like vectors."""
+        role = self.role(name)
+        is_small = role in (Role.EMBEDDING, Role.HEAD) and math.prod(self.shapes[name]) < SMALL_NUMEL
+        return Role.VECTOR if is_small else role
+
+    def reference_bytes(self, *, per_rank: bool = False) -> int:
+        """Return the state that AdamW16 would hold, on all ranks or on the one that holds most."""
+        rows = self.rows if per_rank else {}
+        return sum(BUDGET_REFERENCE.state_bytes(shape, rows=rows.get(name)) for name, shape in self.shapes.items())
+
+
+@torch.no_grad()
+def regime_of(params: Mapping[str, Tensor], roles: Mapping[str, Role]) -> str:
+    """Return ``"finetune"`` if the weights were trained before, else ``"scratch"``.
+
+    Trained are norms whose gains are no longer all equal, or, where a model has no norms, matrices whose spectra are
+    not those of random numbers.
+
+    Example:
+        >>> weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+        >>> regime_of({"w": weight}, {"w": Role.MATRIX})
+        'scratch'
+        >>> regime_of({"w": weight + torch.ones(64, 64)}, {"w": Role.MATRIX})
+        'finetune'
+    """
+    real = {name: param.detach() for name, param in params.items() if param.numel() and param.device.type != "meta"}
+    gains = [param for name, param in real.items() if _is_gain(name, param, roles)]
+    if gains:
+        whole = (first_rows(gain, gain.numel(), 1) for gain in gains)
+        changed = sum(bool((gain != gain[0]).any()) for gain in whole)
+        return FINETUNE if 2 * changed > len(gains) else SCRATCH
+    matrices = [param for name, param in real.items() if roles.get(name) in (Role.MATRIX, Role.CONVOLUTION)]
+    if not matrices:
+        return SCRATCH
+    spread = matrices[:: max(1, len(matrices) // _MATRICES)][:_MATRICES]
+    trained = sum(_has_outlier(param) for param in spread)
+    return FINETUNE if 2 * trained > len(spread) else SCRATCH
+
+
+def _is_gain(name: str, param: Tensor, roles: Mapping[str, Role]) -> bool:
+    """Whether it is a norm's gain. Biases do not count: torch initializes those of linear layers at random."""
+    return param.dim() == 1 and param.numel() > 1 and roles.get(name) is Role.VECTOR and name.endswith("weight")
+
+
+def _has_outlier(param: Tensor) -> bool:
+    """Whether the largest singular value is beyond the edge of the Marchenko-Pastur law."""
+    matrix = first_rows(param, _EDGE, _EDGE)
+    if min(matrix.shape) < 16 or not bool(matrix.isfinite().all()):
+        return False
+    edge = float(matrix.std()) * (math.sqrt(matrix.shape[0]) + math.sqrt(matrix.shape[1]))
+    return float(torch.linalg.matrix_norm(matrix, 2)) > _OUTLIER * edge
+
+
+class TokenCounter:
+    """Counts the tokens that pass through the hidden weights of a module, until :meth:`stop`.
+
+    Only forward passes that build a graph count, so evaluations and recomputed passes do not.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 4))
+        >>> counter = TokenCounter(model)
+        >>> _ = model(torch.zeros(5, 3, 8))
+        >>> counter.stop()
+        15
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        roles = roles_of(model)
+        self._passed: list[_Passed] = []
+        self._handles = []
+        for path, module in model.named_modules():
+            weight = getattr(module, "weight", None)
+            role = roles.get(canonical_name(f"{path}.weight" if path else "weight"))
+            if isinstance(weight, Tensor) and role in (Role.MATRIX, Role.CONVOLUTION):
+                self._passed.append(_Passed(weight.numel()))
+                self._handles.append(module.register_forward_hook(self._passed[-1]))
+
+    def stop(self) -> int | None:
+        """Remove the hooks and return the mean over all hidden weights; ``None`` if nothing was counted."""
+        for handle in self._handles:
+            handle.remove()
+        seen = [each for each in self._passed if each.tokens]
+        weights = sum(each.weights for each in seen)
+        return round(sum(each.weights * each.tokens for each in seen) / weights) if weights else None
+
+
+class _Passed:
+    """Counts the tokens of one module. A copy of the module has a counter of its own."""
+
+    def __init__(self, weights: int) -> None:
+        self.weights, self.tokens = weights, 0
+
+    def __call__(self, module: nn.Module, inputs: object, output: object) -> None:
+        if torch.compiler.is_compiling() or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        channels = output.shape[1] if isinstance(module, nn.modules.conv._ConvNd) else output.shape[-1]
+        self.tokens += output.numel() // max(1, channels)

@@ -1,0 +1,269 @@
+"""``PaperPlanner``: Algorithm 1 of the paper.
+
+It samples gradients in a warm-up, computes metrics, scores risks and solves the MILP.
+
+The pieces are beside this file: :mod:`sampling` (Sec. 3.1), :mod:`metrics` (Sec. 3.3), :mod:`risk` (App. A and Eq. 9),
+:mod:`units` and :mod:`refine` (Alg. 2). `docs/equations.md` lists the choices that the paper leaves open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from baoc.core.configuration import Configuration, parse
+from baoc.core.plan import Plan
+from baoc.planners.base import Budget, Progress, Session, check_choice, check_count, check_flag, check_time
+from baoc.planners.effects import parsed_candidates
+from baoc.planners.model_facts import ModelFacts
+from baoc.planners.paper.coordinates import FLOOR, RATIO
+from baoc.planners.paper.problem import GRANULARITIES, PAPER, REFINED, PaperProblem, change_of, unit_diagnostics
+from baoc.planners.paper.refine import MIN_SHARE
+from baoc.planners.paper.risk import DEFAULT_ANCHORS, GAMMA, Anchors, RiskModel, RiskSettings, find_risk
+from baoc.planners.paper.sampling import Sampler
+from baoc.planners.paper.statistics import GradientStatistics, StatisticsError
+from baoc.planners.patterns import Patterns, check_patterns
+
+WARMUP = 50
+WITHIN_BUDGET = "budget"
+_CHECK_EVERY = 10  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperPlanner:
+    """Plans as the paper does: from gradients that are sampled in a warm-up.
+
+    Args:
+        warmup: steps before the plan is made.
+        warmup_base: what the warm-up runs on: a configuration (Alg. 1 has AdamW16), a :class:`~baoc.Plan`, or
+            ``"budget"`` for the best plan within the budget that can be made without gradients.
+        sample_ratio: s of Sec. 3.1: the share of each tensor's coordinates that is sampled.
+        sample_floor: sample at least this many coordinates of each tensor, or all.
+        seed: of the choice of coordinates.
+        stable_within: end the warm-up early once the normalized diagnostics change by less than this in ten steps, on
+            average; ``None`` for a warm-up of full length.
+        replan_every: plan again after this many steps, from newer gradients; sampling then goes on.
+        time: B_time of Sec. 3.1: the mean over blocks of update-time ratios to AdamW16; ``math.inf`` for no limit.
+        candidates: configurations to choose from; by default the paper's 21.
+        granularity: how blocks are cut: "refined" (Alg. 2), or by structure: "tensor", "module", "layer", "coarse".
+        min_share: alpha of Alg. 2.
+        quantile: of all differences between units; tau of Alg. 2 is its value.
+        risk: "paper" (Eq. 9), "update" (Eq. 9 with repairs), one that ``register_risk`` knows, or a function.
+        anchors: of the need signals (App. A).
+        weights: W of Alg. 1, by risk term; 1 where not given.
+        gamma: weight of Agg in Eq. 2.
+        forbid: hard constraints: configurations that must not be used, "sgd*" or by a pattern, {"head.*": "sgd*"}.
+        prefer: soft constraints, likewise.
+        preference: lambda_pref of Sec. 3.2.
+        lr_match: multiply the learning rate of each block so that its updates are as long as AdamW's. The paper does
+            not; without it SGD blocks hardly move at AdamW's learning rate.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from baoc import BAOC
+        >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+        >>> optimizer = BAOC(model, lr=1e-3, memory=0.8, planner=PaperPlanner(warmup=3), verbose=False)
+        >>> for _ in range(4):
+        ...     model(torch.randn(8, 64)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> optimizer.plan.state_bytes <= 0.8 * optimizer.plan.reference_bytes
+        True
+    """
+
+    warmup: int = WARMUP
+    warmup_base: Plan | Configuration | str = "adamw-16"
+    sample_ratio: float = RATIO
+    sample_floor: int = FLOOR
+    seed: int = 0
+    stable_within: float | None = None
+    replan_every: int | None = None
+    time: float = 1.3
+    candidates: Sequence[Configuration | str] = PAPER
+    granularity: str = REFINED
+    min_share: float = MIN_SHARE
+    quantile: float = 0.75
+    risk: str | RiskModel = "paper"
+    anchors: Anchors = DEFAULT_ANCHORS
+    weights: Mapping[str, float] | None = None
+    gamma: float = GAMMA
+    forbid: Patterns = ()
+    prefer: Patterns = ()
+    preference: float = 0.5
+    lr_match: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("warmup", self.warmup, 1)
+        check_count("seed", self.seed, 0)
+        check_count("sample_floor", self.sample_floor, 0)
+        if self.replan_every is not None:
+            check_count("replan_every", self.replan_every, 1)
+        check_time(self.time)
+        check_choice("granularity", self.granularity, GRANULARITIES)
+        _check_number("sample_ratio", self.sample_ratio, above=0.0, at_most=1.0)
+        _check_number("quantile", self.quantile, at_most=1.0)
+        for name in ("min_share", "gamma", "preference"):
+            _check_number(name, getattr(self, name))
+        if self.stable_within is not None:
+            _check_number("stable_within", self.stable_within, above=0.0)
+        if not isinstance(self.warmup_base, Plan) and self.warmup_base != WITHIN_BUDGET:
+            object.__setattr__(self, "warmup_base", parse(self.warmup_base))
+        object.__setattr__(self, "candidates", parsed_candidates(self.candidates))
+        if isinstance(self.anchors, Mapping):  # as a checkpoint has them
+            anchors = {name: tuple(pair) for name, pair in self.anchors.items()}
+            object.__setattr__(self, "anchors", Anchors(**anchors))
+        if not isinstance(self.anchors, Anchors):
+            raise ValueError(f"anchors must be baoc.planners.paper.risk.Anchors, got {self.anchors!r}.")
+        for name in ("forbid", "prefer"):
+            check_patterns(name, getattr(self, name))
+        check_flag("lr_match", self.lr_match)
+        RiskSettings(self.anchors, self.weights or {}, self.gamma)
+        find_risk(self.risk)
+
+    counts_tokens: ClassVar[bool] = False
+    reads_gradients: ClassVar[bool] = True
+
+    def initial_plan(self, model: ModelFacts, budget: Budget) -> Plan:
+        """Return what the warm-up runs on.
+
+        Raises:
+            PlanError: no plan of this planner fits the budget.
+        """
+        # made in any case: a budget that no plan fits is refused here, not after the warm-up
+        # samples count only where the warm-up is to stay within the budget
+        is_base = self.warmup_base == WITHIN_BUDGET
+        own = budget if is_base else dataclasses.replace(budget, reserved=budget.reserved - budget.planner_bytes)
+        within_budget = self.problem(model, per_rank=budget.is_per_rank).plan(own)
+        if is_base:
+            return within_budget
+        base = self.warmup_base
+        return (
+            base
+            if isinstance(base, Plan)
+            else Plan.uniform(base, model.shapes, {name: model.role(name) for name in model.shapes})
+        )
+
+    def plan(self, statistics: GradientStatistics, model: ModelFacts, budget: Budget) -> Plan:
+        """Return the plan for gradient statistics within a budget (Alg. 1, allocation)."""
+        return self.problem(model, statistics, per_rank=budget.is_per_rank).plan(budget)
+
+    def problem(
+        self, model: ModelFacts, statistics: GradientStatistics | None = None, *, per_rank: bool = False
+    ) -> PaperProblem:
+        """Return what does not depend on the budget, to plan for several of them.
+
+        Args:
+            model: facts about the model.
+            statistics: of its gradients; without them all blocks have the metrics of a typical one.
+            per_rank: count the bytes of the rank that holds most of sharded parameters, not of all ranks.
+        """
+        return PaperProblem(self, model, statistics, per_rank=per_rank)
+
+    def start(self, params: Mapping[str, Tensor], model: ModelFacts) -> PaperSession:
+        """Begin a run: draw the coordinates to sample."""
+        return PaperSession(self, params, model)
+
+
+class PaperSession:
+    """The warm-up of one run: its samples, and whether it has seen enough."""
+
+    def __init__(self, planner: PaperPlanner, params: Mapping[str, Tensor], model: ModelFacts) -> None:
+        self._planner = planner
+        betas = model.hyper.beta1, model.hyper.beta2
+        self._sampler: Sampler | None = Sampler(
+            params, ratio=planner.sample_ratio, floor=planner.sample_floor, seed=planner.seed, betas=betas
+        )
+        self._diagnostics: list[list[float]] | None = None  # (units, 5), when they were last looked at
+        self.statistics: GradientStatistics | None = None
+        """Those that the last plan was made from."""
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._sampler is None else self._sampler.nbytes
+
+    @property
+    def is_watching(self) -> bool:
+        return self._sampler is not None
+
+    def observe(self, params: Mapping[str, Tensor]) -> None:
+        if self._sampler is not None:
+            self._sampler.observe({name: params[name] for name in self._sampler.names if name in params})
+
+    def is_due(self, progress: Progress, params: Mapping[str, Tensor], model: ModelFacts) -> bool:
+        if progress.planned_at is None:
+            return progress.steps >= self._planner.warmup or self._is_stable(progress.steps, params, model)
+        interval = self._planner.replan_every or (self._planner.warmup if progress.failed else None)
+        return interval is not None and progress.since_plan >= interval
+
+    def plan(
+        self,
+        params: Mapping[str, Tensor],
+        model: ModelFacts,
+        budget: Budget,
+        statistics: GradientStatistics | None = None,
+    ) -> Plan:
+        kept = 0 if self._planner.replan_every is None else self.nbytes
+        budget = dataclasses.replace(budget, reserved=budget.reserved + kept)
+        return self._planner.plan(statistics or self.current_statistics(params, model), model, budget)
+
+    def current_statistics(self, params: Mapping[str, Tensor], model: ModelFacts) -> GradientStatistics:
+        """Return what the samples say now, or said when the last plan was made. All ranks must call it.
+
+        Raises:
+            StatisticsError: nothing was sampled.
+        """
+        if self._sampler is not None and self._sampler.steps:
+            mine = {name: params[name] for name in self._sampler.names if name in params}
+            self.statistics = GradientStatistics.from_sampler(self._sampler, mine, model)
+        if self.statistics is None:
+            raise StatisticsError(
+                "there are no gradient statistics: no step with finite gradients was sampled in this process. Pass "
+                "statistics=, or set replan_every so that sampling goes on after the warm-up."
+            )
+        return self.statistics
+
+    def take_over(self, other: Session) -> None:
+        """Go on with the samples of another session."""
+        if isinstance(other, PaperSession):
+            self._sampler, self.statistics = other._sampler, other.statistics
+
+    def planned(self) -> None:
+        """Drop the samples once nothing needs them: they take device memory."""
+        if self._planner.replan_every is None:
+            self._sampler = None
+
+    def state_dict(self) -> dict[str, Any]:
+        sampler = None if self._sampler is None else self._sampler.state_dict()
+        return {"sampler": sampler, "diagnostics": self._diagnostics}
+
+    def load_state_dict(self, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
+        self._diagnostics = state["diagnostics"]
+        if state["sampler"] is not None:
+            self._sampler = None  # frees its memory
+            self._sampler = Sampler.from_state_dict(state["sampler"], params)
+        else:
+            self.planned()  # unless sampling is to go on, from the beginning
+
+    def _is_stable(self, steps: int, params: Mapping[str, Tensor], model: ModelFacts) -> bool:
+        limit = self._planner.stable_within
+        if limit is None or steps % _CHECK_EVERY or self._sampler is None or not self._sampler.steps:
+            return False
+        statistics = self.current_statistics(params, model)
+        now = unit_diagnostics(statistics, model, self._planner.anchors)
+        change = change_of(now, self._diagnostics, statistics)
+        self._diagnostics = now.tolist()
+        return change < limit
+
+
+def _check_number(name: str, value: object, *, above: float | None = None, at_most: float = math.inf) -> None:
+    least = "above 0" if above is not None else "of at least 0"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not (0 <= value <= at_most) or (above is not None and not value > above):  # type: ignore[operator]
+        most = f" and at most {at_most:g}" if math.isfinite(at_most) else ""
+        raise ValueError(f"{name} must be a number {least}{most}, got {value!r}.")

@@ -1,0 +1,206 @@
+"""Gradient statistics: what the sampled gradients of a warm-up were like, in one object or file.
+
+They answer any budget later, without the model.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baoc.core.files import replaced
+from baoc.core.spec import Shape, real_shape
+from baoc.planners.model_facts import ModelFacts
+from baoc.planners.paper.sampling import Sampler
+
+FORMAT = "baoc.gradient-statistics"
+VERSION = 1
+
+Array = NDArray[np.float64]
+
+
+class StatisticsError(ValueError):
+    """A file that holds no gradient statistics, or statistics without a single step."""
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """The sampled gradients of one parameter at the end of the warm-up."""
+
+    name: str
+    shape: Shape
+    grid: tuple[int, int, int]  # matrices, rows, columns; samples are its first entries, row by row
+    first: Array  # (count,) mean gradient: the EMA of Eq. 3 divided by its mass
+    second: Array  # (count,) mean squared gradient, likewise
+    values: Array  # (count,) the parameter itself
+    dots: Array  # (steps,) <g_t, g_t-1> of the last steps; the first entry has no predecessor here
+    squares: Array  # (steps,) |g_t|^2, likewise
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def weight(self) -> float:
+        """How many elements one sample stands for. Tensors below the floor are sampled more densely."""
+        return self.numel / max(1, len(self.second))
+
+
+@dataclass(frozen=True)
+class GradientStatistics:
+    """Records of every parameter, in the model's order, and how they were taken.
+
+    Args:
+        records: by name.
+        steps: that were observed.
+        skipped: steps that had non-finite gradients.
+        seed: of the choice of coordinates.
+        ratio: the share of coordinates that was sampled.
+        betas: decay of the sampled moments.
+        model: what else is known about the model.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(64, 64))
+        >>> sampler = Sampler({"weight": weight})
+        >>> weight.grad = torch.ones(64, 64)
+        >>> _ = sampler.observe({"weight": weight})
+        >>> statistics = GradientStatistics.from_sampler(sampler, {"weight": weight})
+        >>> round(float(statistics.records["weight"].second.mean()), 2)
+        1.0
+    """
+
+    records: Mapping[str, TensorRecord]
+    steps: int
+    skipped: int
+    seed: int
+    ratio: float
+    betas: tuple[float, float]
+    model: ModelFacts
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Shapes of the model's parameters, in its own order."""
+        return {name: record.shape for name, record in self.records.items()}
+
+    @classmethod
+    def from_sampler(
+        cls, sampler: Sampler, params: Mapping[str, Tensor], model: ModelFacts | None = None
+    ) -> GradientStatistics:
+        """Return what a sampler has seen. If parameters are sharded, all ranks must call it.
+
+        Args:
+            sampler: after at least one step.
+            params: that it sampled.
+            model: facts about the model; by default roles are read off the names.
+
+        Raises:
+            StatisticsError: no step was observed.
+        """
+        if not sampler.steps:
+            raise StatisticsError(
+                f"no gradients were observed ({sampler.skipped} steps had non-finite ones). Call step() with gradients "
+                "before planning."
+            )
+        masses = [1 - beta**sampler.steps for beta in sampler.betas]  # a short warm-up would inflate the SNR otherwise
+        records = {}
+        values = sampler.values(params)
+        for name, stream in sampler.streams.items():
+            records[name] = TensorRecord(
+                name=name,
+                shape=stream.coordinates.shape,
+                grid=stream.coordinates.grid,
+                first=_array(stream.first) / masses[0],
+                second=_array(stream.second) / masses[1],
+                values=_array(values[name]),
+                dots=_array(stream.dots),
+                squares=_array(stream.squares),
+            )
+        model = model or ModelFacts({name: real_shape(params[name]) for name in records})
+        return cls(records, sampler.steps, sampler.skipped, sampler.seed, sampler.ratio, sampler.betas, model)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file. An existing file is replaced only when the new one is complete."""
+        records = []
+        for record in self.records.values():
+            fields = asdict(record)
+            records.append({k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in fields.items()})
+        settings = {name: getattr(self, name) for name in ("steps", "skipped", "seed", "ratio", "betas")}
+        content = {"format": FORMAT, "version": VERSION, "records": records, "model": self.model.plain(), **settings}
+        with replaced(path) as file:
+            torch.save(content, file)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> GradientStatistics:
+        """Read a file.
+
+        Raises:
+            StatisticsError: the file is something else, or damaged.
+        """
+        source = repr(os.fspath(path))
+        try:
+            content: Any = torch.load(path, weights_only=True)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise StatisticsError(f"{source} holds no gradient statistics: {type(error).__name__}.") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise StatisticsError(f'{source} holds no gradient statistics: it has no "format": "{FORMAT}".')
+        if content.get("version") != VERSION:
+            raise StatisticsError(
+                f"{source} has version {content.get('version')!r}, and this baoc reads version {VERSION}."
+            )
+        try:
+            return cls._read(content)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            raise StatisticsError(
+                f"the gradient statistics in {source} are damaged: {type(error).__name__}: {error}."
+            ) from None
+
+    @classmethod
+    def _read(cls, content: Mapping[str, Any]) -> GradientStatistics:
+        records = {record.name: record for record in map(_read_record, content["records"])}
+        settings = {name: content[name] for name in ("steps", "skipped", "seed", "ratio")}
+        for name, least in (("steps", 1), ("skipped", 0), ("seed", 0)):
+            _check(type(settings[name]) is int and settings[name] >= least, name, settings[name])
+        betas = tuple(content["betas"])
+        _check(len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "betas", betas)
+        _check(0 < settings["ratio"] <= 1, "ratio", settings["ratio"])
+        model = ModelFacts.from_plain(content["model"], {name: record.shape for name, record in records.items()})
+        return cls(records, betas=betas, model=model, **settings)
+
+
+def _read_record(saved: Mapping[str, Any]) -> TensorRecord:
+    fields: dict[str, Any] = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in saved.items()}
+    for key in ("shape", "grid"):
+        fields[key] = tuple(fields[key])
+        _check(all(type(size) is int and size >= 0 for size in fields[key]), key, fields[key])
+    record = TensorRecord(**fields)
+    _check(isinstance(record.name, str) and len(record.grid) == 3, "grid", record.grid)
+    for lists, most in (
+        ((record.first, record.second, record.values), min(record.numel, math.prod(record.grid))),
+        ((record.dots, record.squares), math.inf),
+    ):
+        for each in lists:
+            is_array = isinstance(each, np.ndarray) and each.dtype == np.float64 and each.ndim == 1
+            _check(is_array and len(each) == len(lists[0]) <= most, f"samples of {record.name!r}", len(lists[0]))
+            _check(bool(np.isfinite(each).all()), f"samples of {record.name!r}", "not finite")
+    for each in (record.second, record.squares):
+        _check(bool((each >= 0).all()), f"samples of {record.name!r}", "negative squares")
+    return record
+
+
+def _check(is_right: bool, what: str, found: object) -> None:
+    if not is_right:
+        raise ValueError(f"{what} cannot be {found}")
+
+
+def _array(tensor: Tensor) -> Array:
+    return tensor.double().cpu().numpy()

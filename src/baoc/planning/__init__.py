@@ -1,1 +1,0 @@
-"""From a profile and a budget to a plan: metrics, partition, risk, cost, planner."""

@@ -2,7 +2,7 @@
 
 import sys
 
-from baoc.cli import main
+from baoc.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

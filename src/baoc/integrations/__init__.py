@@ -1,7 +1,31 @@
-"""What frameworks need beyond the ``torch.optim.Optimizer`` contract. None of them is imported until it is used."""
+"""Support for training frameworks beyond the ``torch.optim.Optimizer`` contract.
 
-from baoc.integrations.groups import spare_vectors
-from baoc.integrations.release import release_gradients
-from baoc.integrations.unwrap import see_through, unwrap
+Importing this package imports no framework. Each function imports its framework when you call it.
+"""
 
-__all__ = ["release_gradients", "see_through", "spare_vectors", "unwrap"]
+from typing import Any
+
+from baoc.integrations.common import release_gradients, spare_vectors, unwrap, unwrap_accelerate
+from baoc.integrations.distributed import for_zero, torchtitan_container
+from baoc.integrations.trainers import ForTrainer, lightning_callback, log_metrics
+
+__all__ = [
+    "ForTrainer",
+    "for_zero",
+    "lightning_callback",
+    "log_metrics",
+    "release_gradients",
+    "spare_vectors",
+    "torchtitan_container",
+    "unwrap",
+    "unwrap_accelerate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Axolotl imports its plugins by name. They subclass Axolotl's classes, so they exist only on request.
+    if name in ("BAOCPlugin", "BAOCArgs"):
+        from baoc.integrations import trainers
+
+        return getattr(trainers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

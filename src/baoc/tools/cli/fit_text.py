@@ -1,0 +1,244 @@
+"""The output of ``baoc fit``: a bar, two tables and a verdict in 80 columns, or the bytes of state only."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
+from typing import Any
+
+from torch import nn
+
+from baoc.core.configuration import BUDGET_REFERENCE, CATALOG, EXTENDED, parse
+from baoc.core.roles import roles_of
+from baoc.core.spec import Shape
+from baoc.core.text import human_bytes, human_count, table
+from baoc.tools.cli import screen
+from baoc.tools.estimate import Estimate, estimate, split_excluded, trainable_shapes
+from baoc.tools.fit import Answer
+from baoc.tools.fit.answer import GIVEN
+
+BAR_WIDTH = 78
+STATE = "optimizer state"
+FREE = "free"
+_MARKS = {
+    "weights": ("w", "white on blue"),
+    "gradients": ("g", "black on cyan"),
+    STATE: ("s", "black on yellow"),
+    "activations": ("a", "white on magenta"),
+    "gathered layers": ("l", "black on white"),
+    "reserve": ("r", "white on bright_black"),
+    FREE: (".", ""),
+}
+"""A letter and a color for each part. The letters are enough without colors."""
+
+
+def print_answer(name: str, model: nn.Module, answer: Answer) -> None:
+    """Print the answer of ``baoc fit``.
+
+    Args:
+        name: The model as the user typed it.
+        model: The model.
+        answer: The answer.
+    """
+    screen.show_styled(_title(name, model, answer), "\n")
+    parts = _parts(answer)
+    for part, nbytes in parts.items():
+        mark, style = _MARKS[part]
+        screen.show_styled("  ", (f" {mark} ", style), f" {part:<17}{human_bytes(nbytes):>11}")
+    if answer.memory.activations is None:
+        screen.show_styled("      activations       not counted: measure them and pass --activations")
+        screen.show_styled("      " + "\n      ".join(wrap(answer.memory.unknown, BAR_WIDTH - 8)))
+    cells = _cells(parts, BAR_WIDTH - 2)
+    screen.show_styled("[", *((_MARKS[part][0] * count, _MARKS[part][1]) for part, count in cells.items()), "]")
+    screen.show_styled(_limit(answer))
+    screen.show_styled((verdict(answer), "bold green" if answer.fits else "bold red"), "\n")
+    tables = [_choices(answer), *([_changes(answer)] if answer.changes else []), f"The plan:\n{answer.chosen.plan}"]
+    screen.show("\n\n".join(tables))
+
+
+def verdict(answer: Answer) -> str:
+    """Return one line that says whether the setup fits."""
+    if answer.gpu is None:
+        return f"It takes {human_bytes(answer.chosen.total)} on each GPU. Add --gpu SIZE to check whether that fits."
+    spare = answer.gpu - answer.chosen.total
+    if answer.fits:
+        loss = answer.chosen.loss
+        expected = "" if loss is None else f"; expected loss {_signed(loss)} against AdamW32"
+        return f"It fits, with {human_bytes(spare)} to spare{expected}."
+    return f"It does not fit: {human_bytes(-spare)} too much on each GPU, {_with_what(answer)}."
+
+
+def _with_what(answer: Answer) -> str:
+    return "with the requested budget" if answer.chosen.name == GIVEN else "with the smallest plan"
+
+
+def _title(name: str, model: nn.Module, answer: Answer) -> str:
+    setup, trained = answer.setup, [block.numel for block in answer.chosen.plan.blocks]
+    tensors = sum(len(block.parameters) for block in answer.chosen.plan.blocks)
+    spread = "FSDP2" if setup.fsdp else "a copy on each"
+    how = "one GPU" if setup.world_size == 1 else f"{setup.world_size} GPUs, {spread}"
+    tokens = f"{answer.memory.tokens} tokens each, {setup.dtype}"
+    extra = ", checkpointing" if setup.checkpointing else ""
+    return (
+        f"{name} ({type(model).__name__}): {human_count(sum(trained))} trained parameters, {tensors} tensors\n"
+        f"{how}, {tokens}{extra}"
+    )
+
+
+def _parts(answer: Answer) -> dict[str, int]:
+    """Return the bytes of each part in the order of the bar."""
+    parts = {**answer.memory.parts, STATE: answer.chosen.state}
+    if answer.gpu is not None and answer.gpu > answer.chosen.total:
+        parts[FREE] = answer.gpu - answer.chosen.total
+    return {part: parts[part] for part in _MARKS if part in parts}
+
+
+def _cells(parts: Mapping[str, int], width: int) -> dict[str, int]:
+    """Divide the width of the bar by the largest-remainder method.
+
+    >>> _cells({"weights": 2, "gradients": 1, "free": 1}, 7)
+    {'weights': 3, 'gradients': 2, 'free': 2}
+    """
+    total = max(1, sum(parts.values()))
+    exact = {part: width * nbytes / total for part, nbytes in parts.items()}
+    cells = {part: math.floor(cell) for part, cell in exact.items()}
+    left = width - sum(cells.values())
+    for part in sorted(exact, key=lambda part: cells[part] - exact[part])[:left]:
+        cells[part] += 1
+    return cells
+
+
+def _limit(answer: Answer) -> str:
+    """Return the line below the bar, which marks the memory of the GPU."""
+    if answer.gpu is None:
+        return f" {human_bytes(answer.chosen.total)}".rjust(BAR_WIDTH)
+    label = f"{human_bytes(answer.gpu)} "
+    end = BAR_WIDTH - 2
+    if answer.chosen.total:
+        end = round(end * min(1.0, answer.gpu / answer.chosen.total))
+    return f"{label}^".rjust(end + 1) if end >= len(label) else f"{' ' * end}^ {label}".rstrip()
+
+
+def _choices(answer: Answer) -> str:
+    header = ["optimizer", "state", "all", "fits", "loss"]
+    rows = [
+        [
+            choice.name,
+            human_bytes(choice.state),
+            human_bytes(choice.total),
+            _yes(choice.fits(answer.gpu), answer),
+            "not measured" if choice.loss is None else _signed(choice.loss),
+        ]
+        for choice in answer.choices
+    ]
+    return table(header, rows, right=["state", "all", "loss"])
+
+
+def _changes(answer: Answer) -> str:
+    header = ["or change", "all", "fits", "loss"]
+    rows = [
+        [
+            change.what,
+            human_bytes(change.total),
+            _yes(change.fits, answer),
+            "not measured" if change.loss is None else _signed(change.loss),
+        ]
+        for change in answer.changes
+    ]
+    notes = [f"{change.what}: {change.note}" for change in answer.changes if change.note]
+    return "\n".join([table(header, rows, right=["all", "loss"]), *notes])
+
+
+def _yes(fits: bool, answer: Answer) -> str:
+    return "-" if answer.gpu is None else "yes" if fits else "no"
+
+
+def _signed(loss: float) -> str:
+    return f"{loss:+.2f}%"
+
+
+# ---- state only ----
+
+
+class States:
+    """Bytes of state of the selected tensors under the selected configurations.
+
+    Args:
+        args: The options of ``baoc fit``.
+        model: The model.
+    """
+
+    def __init__(self, args: argparse.Namespace, model: nn.Module) -> None:
+        self._args, self._model = args, model
+        self._shards = args.world_size if args.fsdp else 1
+        configurations = list(dict.fromkeys(map(parse, args.configuration))) or (*CATALOG, *EXTENDED)
+        self._kept, self._excluded = split_excluded(trainable_shapes(model), args.exclude)
+        self._rows = estimate(self._kept, configurations, roles=roles_of(model), world_size=self._shards)
+        if args.sort == "state":
+            self._rows.sort(key=lambda row: -row.state_bytes)
+
+    def text(self) -> str:
+        """Return a table in 80 columns, and what it leaves out."""
+        lines = [f"{self._args.model} ({type(self._model).__name__}): {_amount(self._kept)}"]
+        if self._excluded:
+            lines.append(f"excluded: {_amount(self._excluded)}, {_some(list(self._excluded))}")
+        params = self._model.named_parameters()
+        if frozen := {name: tuple(param.shape) for name, param in params if not param.requires_grad}:
+            lines.append(f"frozen, without state: {_amount(frozen)}")
+        if self._shards > 1:
+            lines.append(f"sharded on dim 0 over {self._shards} ranks; per rank: the one that holds the most")
+        return "\n".join([*lines, "", _state_table(self._rows, per_rank=self._shards > 1)])
+
+    def content(self) -> dict[str, Any]:
+        """Return the values for JSON."""
+        return {
+            "model": self._args.model,
+            "parameters": _numel(self._kept),
+            "tensors": len(self._kept),
+            "excluded": list(self._excluded),
+            "world_size": self._args.world_size,
+            "fsdp": self._args.fsdp,
+            "reference": str(BUDGET_REFERENCE),
+            "reference_bytes": self._rows[0].reference_bytes,
+            "configurations": [
+                {
+                    "configuration": str(row.configuration),
+                    "alias": row.configuration.alias,
+                    "state_bytes": row.state_bytes,
+                    "share_of_reference": row.share_of_reference,
+                    "bytes_per_parameter": row.bytes_per_parameter,
+                    "state_bytes_per_rank": row.state_bytes_per_rank,
+                }
+                for row in self._rows
+            ],
+        }
+
+
+def _state_table(rows: Sequence[Estimate], *, per_rank: bool) -> str:
+    header = ["configuration", "state", *["per rank"] * per_rank, "of AdamW16", "bytes each"]
+    cells = [
+        [
+            row.configuration.alias,
+            human_bytes(row.state_bytes),
+            *[human_bytes(row.state_bytes_per_rank)] * per_rank,
+            f"{row.share_of_reference:.1%}",
+            f"{row.bytes_per_parameter:.3f}",
+        ]
+        for row in rows
+    ]
+    return table(header, cells, right=header[1:])
+
+
+def _amount(shapes: Mapping[str, Shape]) -> str:
+    return f"{_numel(shapes):,} parameters in {len(shapes)} tensor{'s' if len(shapes) != 1 else ''}"
+
+
+def _numel(shapes: Mapping[str, Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _some(names: Sequence[str], shown: int = 4) -> str:
+    text = ", ".join(names[:shown])
+    return text if len(names) <= shown else f"{text} and {len(names) - shown} more"

@@ -1,0 +1,146 @@
+"""The commands that measure on this machine: ``calibrate`` and ``selfcheck``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from baoc.core.text import table
+from baoc.planners.base import AUTO
+from baoc.planners.model_facts import REGIMES
+from baoc.tools.cli import common, screen
+from baoc.tools.cli.plan import load_workload
+
+# ---- calibrate ----
+
+CALIBRATE = """\
+Train your model for a few hundred steps with each configuration on each role
+(hidden weights, embeddings, heads), and compare the losses with AdamW32. The
+result is an effect table for `baoc plan --table FILE` and for
+EffectPlanner(table=FILE).
+
+SOURCE is file.py:function, as for `baoc plan`. Every run starts from a copy of
+the model."""
+
+CALIBRATE_EXAMPLES = """\
+examples:
+  baoc calibrate train.py:make_workload --lr 3e-4 -o mine.json
+  baoc calibrate train.py:make_workload --configuration lion-8 -o mine.json
+  baoc plan train.py:make_workload --table mine.json --memory 25%"""
+
+
+def add_calibrate(parser: common.Parser) -> None:
+    """Add the options of ``baoc calibrate SOURCE -o FILE``."""
+    parser.description, parser.epilog = CALIBRATE, CALIBRATE_EXAMPLES
+    count = partial(common.at_least, 1)
+    parser.add_argument("source", metavar="SOURCE", help="file.py:function")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", required=True, help="the effect table to write, such as mine.json"
+    )
+    parser.add_argument("--steps", metavar="N", type=count, default=200, help="steps of a run (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", metavar="N", type=count, default=2, help="runs of each configuration (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--configuration",
+        metavar="CONFIG",
+        action="append",
+        help="a configuration to measure; repeatable (default: the most useful ones)",
+    )
+    parser.add_argument("--regime", choices=(AUTO, *REGIMES), default=AUTO, help="(default: detected from the weights)")
+    parser.add_argument(
+        "--lr",
+        metavar="X",
+        type=common.positive_number,
+        default=1e-3,
+        help="best learning rate of AdamW (default: %(default)s)",
+    )
+    parser.add_argument("--weight-decay", metavar="X", type=common.number, default=0.01, help="(default: %(default)s)")
+    parser.add_argument(
+        "--seed", metavar="N", type=common.whole, default=0, help="seed of torch (default: %(default)s)"
+    )
+    parser.set_defaults(run=run_calibrate)
+
+
+def run_calibrate(args: argparse.Namespace) -> None:
+    """Print the effects and write the table."""
+    from baoc.tools.calibrate import calibrate, effects_table
+
+    common.check_writable(args.output)
+    torch.manual_seed(args.seed)
+    with contextlib.redirect_stdout(sys.stderr):  # keep prints of user code out of the output
+        workload = load_workload(args.source)
+    with contextlib.redirect_stdout(sys.stderr), screen.Progress("calibration", "run") as progress:
+        measured = calibrate(
+            workload.model,
+            workload.guarded_loss,
+            workload.batches,
+            steps=args.steps,
+            repeats=args.repeats,
+            lr=args.lr,
+            weight_decay=args.weight_decay,
+            configurations=args.configuration,
+            regime=args.regime,
+            on_run=lambda done, total, what, loss: progress(done, total, f"{what}, loss {loss:.4f}"),
+        )
+    rows = effects_table(measured)
+    screen.show(table(list(rows[0]), [list(row.values()) for row in rows], right=["loss", "runs"]))
+    measured.save(args.output)
+    screen.show(f"saved the effect table to {args.output}. Plan with --table, or with EffectPlanner(table=...).")
+
+
+# ---- selfcheck ----
+
+SELFCHECK = """\
+Compare the Triton kernels on a GPU with the reference on the CPU, for every
+configuration, dtype and kind of row. Time steps beside torch's fused AdamW,
+torchao and bitsandbytes if they are installed. This takes some minutes, mostly
+to compile. Paste the JSON into an issue. The exit code is 1 if a comparison
+fails."""
+
+SELFCHECK_EXAMPLES = """\
+examples:
+  baoc selfcheck --output selfcheck.json
+  TRITON_INTERPRET=1 baoc selfcheck --device cpu --tiny   # without a GPU"""
+
+
+def add_selfcheck(parser: common.Parser) -> None:
+    """Add the options of ``baoc selfcheck``."""
+    parser.description, parser.epilog = SELFCHECK, SELFCHECK_EXAMPLES
+    parser.add_argument("--device", type=common.device, default="cuda", help="(default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="check few configurations and small tensors")
+    parser.add_argument("--no-times", action="store_true", help="compare only")
+    parser.add_argument("--output", metavar="FILE", help="also write the JSON to a file")
+    common.add_json(parser)
+    parser.set_defaults(run=run_selfcheck)
+
+
+def run_selfcheck(args: argparse.Namespace) -> int:
+    """Print the result as text or JSON; the exit code is 1 if a comparison fails."""
+    from baoc.optim.kernels import triton
+
+    device = torch.device(args.device)
+    obstacle = triton.obstacle(device)
+    if obstacle is None and device.type == "cuda" and not torch.cuda.is_available():
+        obstacle = "torch finds no GPU; use TRITON_INTERPRET=1 and --device cpu to check a tiny case without one"
+    if obstacle:
+        raise common.UsageError(f"cannot check {device}: {obstacle}.")
+    common.check_writable(args.output)
+    from baoc.tools.selfcheck import check
+
+    with screen.Progress("selfcheck", "part") as progress:
+        report = check(device, tiny=args.tiny, times=not args.no_times, on_part=progress)
+    text = json.dumps(report.content(), indent=2)
+    if args.json:
+        print(text)
+    else:
+        screen.show(str(report))
+    if args.output:
+        Path(args.output).write_text(text + "\n")
+    return 0 if report.passed else 1

@@ -31,7 +31,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import baoc
-from baoc.core.codecs.int8 import GROUP
+from baoc.core.codecs.quantized import INT8_GROUP
 from baoc.optim.kernels import compiled
 from benchmarks import machine
 
@@ -50,7 +50,8 @@ ABOUT = f"""\
 The Triton kernels that one step with `kernel="compiled"` launches for one parameter, and the temporaries of at least
 {WHOLE:.0%} of the parameter's elements that it allocates. Inductor generated the code for an H100 that is not there,
 with dynamic sizes, as the library runs it, and the code was read: nothing ran on a GPU, and no speed was measured.
-An int8 state has a scale per {GROUP} elements of a row: rows of less, or of no multiple of that, are cases apart."""
+An int8 state has a scale per {INT8_GROUP} elements of a row: rows of less, or of no multiple of that, are cases
+apart."""
 
 
 class Case(NamedTuple):

@@ -41,8 +41,8 @@ def panels(results: dict[str, Any]) -> list[Panel]:
         found.append(_step_panel(results["step"]["sweep"]))
     if "solve" in results:
         found.append(_solve_panel(results["solve"]["solve"]))
-    if "profile" in results:
-        found.append(_sampling_panel(results["profile"]))
+    if "statistics" in results:
+        found.append(_sampling_panel(results["statistics"]))
     return found
 
 
@@ -69,13 +69,13 @@ def _solve_panel(rows: Sequence[dict[str, Any]]) -> Panel:
     return Panel(f"A plan, {configurations} configurations", "blocks", "solve time (s)", tuple(series), note)
 
 
-def _sampling_panel(profile: dict[str, Any]) -> Panel:
-    rows = profile["sampling"]
+def _sampling_panel(result: dict[str, Any]) -> Panel:
+    rows = result["sampling"]
     shares = tuple(100 * row["ratio"] for row in rows)
     sampling = tuple(1e3 * row["seconds"]["median"] for row in rows)
-    passes = (1e3 * profile["pass_seconds"]["median"],) * len(rows)
+    passes = (1e3 * result["pass_seconds"]["median"],) * len(rows)
     series = (Series("forward and backward", shares, passes, 1, dashed=True), Series("sampling", shares, sampling, 0))
-    return Panel(f"A sampled step of {profile['model']}", "s, sampled parameters (%)", "time (ms)", series)
+    return Panel(f"A sampled step of {result['model']}", "s, sampled parameters (%)", "time (ms)", series)
 
 
 def draw(content: Sequence[Panel], path: Path) -> None:

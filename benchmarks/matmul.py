@@ -6,7 +6,8 @@ import torch
 from torch.optim import Optimizer
 
 from baoc import BlockOptimizer
-from baoc.core.mechanisms.muon import NEWTON_SCHULZ, Spectral
+from baoc.core.mechanisms import Spectral
+from baoc.core.mechanisms.muon import NEWTON_SCHULZ
 from baoc.core.roles import as_matrices
 from baoc.core.spec import Shape
 from benchmarks.timing import timed

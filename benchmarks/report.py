@@ -40,7 +40,11 @@ SECTIONS = {
         "`baoc.solve` and HiGHS on the same instances, both on one thread. *gap* is the proven relative distance to "
         "the optimum.",
     ),
-    "profile": ("Sampling gradients", "What watching gradients adds to training, and what is kept of them."),
+    "planning": ("Planning", "How long the default planner takes. Medians, with the smallest and the largest."),
+    "statistics": (
+        "Gradient statistics",
+        "What the warm-up of the paper's planner adds to a training step, and the memory of its samples.",
+    ),
 }
 LOUD = 0.05  # share of the processors' time that others may take before the page warns of it
 
@@ -105,7 +109,7 @@ def _machine(results: Results) -> str:
     )
     if missing:
         text += f" Not installed: {missing}."
-    watched = [*results.get("step", {}).get("workloads", {}).values(), results.get("profile", {})]
+    watched = [*results.get("step", {}).get("workloads", {}).values(), results.get("statistics", {})]
     others = max(each.get("other_load") or 0.0 for each in watched)
     if others > LOUD:
         text += (
@@ -116,18 +120,19 @@ def _machine(results: Results) -> str:
 
 
 def _verdicts(results: Results) -> list[targets.Verdict]:
-    """The targets of all parts that were measured. Sampling's come judged."""
+    """Return the targets of all parts that were measured. Those of planning and statistics come judged."""
     own = targets.judge(results["step"]) if "step" in results else []
-    sampling = [
+    judged = [
         targets.Verdict(
             target["what"],
             f"<= {target['limit']:g} {target['unit']}",
             f"{target['measured']:.3g} {target['unit']}",
             target["outcome"],
         )
-        for target in results.get("profile", {}).get("targets", ())
+        for part in ("planning", "statistics")
+        for target in results.get(part, {}).get("targets", ())
     ]
-    return [*own, *sampling]
+    return [*own, *judged]
 
 
 def _targets(verdicts: Sequence[targets.Verdict]) -> str:

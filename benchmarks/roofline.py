@@ -2,7 +2,7 @@
 
     python -m benchmarks.roofline --bandwidth 3350 --page docs/gpu.md
 
-No time here was measured. `baoc.planning.cost` says what an update moves and, for those with products of matrices, what
+No time here was measured. `baoc.planners.cost` says what an update moves and, for those with products of matrices, what
 it computes. Parameters, gradients and state are sharded evenly over ranks, and every matrix is one rank's to multiply.
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from baoc import Configuration, parse
 from baoc.core.roles import role_of
 from baoc.core.spec import Shape
-from baoc.planning import cost
+from baoc.planners import cost
 
 CONFIGURATIONS = (
     *("adamw-32", "adamw-16", "adamw-8", "adamw[m=int8,v=factored]", "adamw[m=int4,v=factored]", "lion-8", "lion-4"),

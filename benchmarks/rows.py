@@ -11,10 +11,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from baoc import BlockOptimizer
-from baoc.core.spec import Hyper
-from baoc.planning.planner import Planner
-from baoc.planning.settings import Settings
+from baoc import BlockOptimizer, Budget, EffectPlanner, ModelFacts
 from benchmarks.workloads import GPT2, SMALL
 
 Params = Mapping[str, Parameter]
@@ -101,10 +98,9 @@ def _uniform(configuration: str, params: Params) -> Optimizer:
 
 
 def _planned(budget: float, params: Params) -> Optimizer:
-    """The plan that `baoc plan --dry-run` makes without Newton-Schulz iterations, which would hide all else."""
-    shapes = {name: tuple(param.shape) for name, param in params.items()}
-    settings = Settings(forbid=("muon*", "normuon*", "spectral"))
-    plan = Planner(shapes, None, Hyper(LR), settings).plan(budget)
+    """Use the default plan without Newton-Schulz iterations, which would hide everything else."""
+    planner = EffectPlanner(forbid=("muon*", "normuon*", "spectral"))
+    plan = planner.initial_plan(ModelFacts.of(params), Budget(budget))
     return BlockOptimizer(params.items(), LR, plan=plan)
 
 

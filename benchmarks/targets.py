@@ -87,7 +87,7 @@ TARGETS = (
     Target(
         "1,000 small tensors, AdamW in 32, 16 and 8 bits against torch's fused AdamW",
         RATIO,
-        1.5,
+        1.2,
         _uniform("adamw-32", "adamw-16", "adamw-8"),
         SMALL,
     ),

@@ -1,6 +1,6 @@
 """How many bytes an optimizer's step must move through memory at the least, for ours and for peers alike.
 
-The rule is `baoc.planning.cost.bytes_moved`. What is read again is counted as if it came from memory; for small tensors
+The rule is `baoc.planners.cost.bytes_moved`. What is read again is counted as if it came from memory; for small tensors
 it comes from a cache, and the share of the bandwidth is overstated by as much.
 """
 
@@ -10,7 +10,7 @@ import torch
 
 from baoc import BlockOptimizer, Configuration, parse, state_bytes
 from baoc.core.spec import Shape
-from baoc.planning import cost
+from baoc.planners import cost
 
 
 def bytes_moved(optimizer: torch.optim.Optimizer) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from baoc.models import MODELS, ModelError
+from baoc.tools.models import MODELS, ModelError
 from benchmarks.timing import Spread, spread, timed
 
 BATCH, LENGTH = 4, 128

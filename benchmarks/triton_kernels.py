@@ -27,7 +27,7 @@ from baoc.optim.kernels.triton.families import Family, Form, Use, form
 from baoc.optim.kernels.triton.tables import WARPS, Tiles
 from benchmarks import machine
 
-CONFIGURATIONS = (*map(str, (*baoc.CATALOG, *baoc.BEYOND)), "adamw[m=bf16,v=int8]", "adamw[m=int8,v=factored-bf16]")
+CONFIGURATIONS = (*map(str, (*baoc.CATALOG, *baoc.EXTENDED)), "adamw[m=bf16,v=int8]", "adamw[m=int8,v=factored-bf16]")
 SHAPES = ((96, 512), (61, 83), (5008,), (64,))  # rows of whole vectors, and not; large vectors, and small
 DTYPES = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16))
 VECTOR = {"fp32": 16, "bf16": 8}  # bytes that a thread loads at once of four elements
@@ -106,9 +106,9 @@ def kernels_of(family: Family, tiles: Tiles) -> Iterator[Kernel]:
     """The kernels that a family launches."""
     from baoc.optim.kernels.triton import launch
 
-    for index in range(len(family.turns)):
+    for index in range(len(family.reductions)):
         yield Kernel("add_up", tuple(launch.sums_constants(family, index, tiles).items()))
-    if family.relative:
+    if family.uses_rms:
         yield Kernel("measure", tuple(launch.measure_constants(family, tiles).items()))
     yield Kernel("update", tuple(launch.update_constants(family, tiles).items()))
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn import Parameter
 
 from baoc.core.spec import Shape
-from baoc.models import MODELS
-from baoc.planning.estimate import trainable_shapes
+from baoc.tools.estimate import trainable_shapes
+from baoc.tools.models import MODELS
 
 Shapes = dict[str, Shape]
 

@@ -1,4 +1,4 @@
-"""Accelerate: prepare as ever, and look at the plan through its wrapper.
+"""Accelerate: prepare as usual, and read the plan through its wrapper.
 
 pip install accelerate
 accelerate launch examples/accelerate_loop.py
@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import baoc
-from baoc.integrations import see_through
+from baoc.integrations import unwrap_accelerate
 
 
 def main(arguments: list[str] | None = None) -> tuple[list[float], torch.optim.Optimizer]:
@@ -24,11 +24,11 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], torch.optim.O
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=not torch.cuda.is_available())
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(256, 128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 256))
-    optimizer = baoc.BAOC(model, lr=3e-3, weight_decay=0.1, memory=0.4, warmup=5)
+    optimizer = baoc.BAOC(model, lr=3e-3, weight_decay=0.1, memory=0.25)
     letters = torch.randint(256, (options.steps * 2, 64))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(letters), batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    see_through(optimizer)  # its wrapper has plan, metrics and the like from now on
+    unwrap_accelerate(optimizer)  # the wrapper now has plan, metrics and replan
 
     losses = []
     for (batch,) in loader:

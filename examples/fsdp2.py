@@ -1,7 +1,7 @@
 """A small language model, sharded by FSDP2 and trained by BAOC, with checkpoints for any number of ranks.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py                # on GPUs where there are some, else on the CPU
-    torchrun --nproc-per-node 3 examples/fsdp2.py --steps 300    # later: goes on from the last checkpoint
+    torchrun --nproc-per-node 3 examples/fsdp2.py --steps 300    # later: resumes from the last checkpoint
 
 The text is the help of Python itself. Every step has one batch, which the ranks share, so that the same steps are made
 on any number of them.
@@ -49,7 +49,7 @@ class LanguageModel(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, letters)
 
     def forward(self, letters: Tensor) -> Tensor:
-        """The loss of each letter given those before it: (batch, LENGTH + 1) -> ()."""
+        """Return the mean loss of each letter given those before it: (batch, LENGTH + 1) -> ()."""
         x = self.embed(letters[:, :-1]) + self.positions.weight
         for layer in self.layers:
             x = layer(x)
@@ -60,7 +60,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="of the whole run (default: %(default)s)")
     parser.add_argument("--memory", default="30%", help='such as "30%%", or "300KiB/rank" (default: %(default)s)')
-    parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=50)
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
     args = parser.parse_args()
@@ -82,14 +81,14 @@ def main() -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = baoc.BAOC(model, lr=3e-3, memory=args.memory, warmup=args.warmup)  # after fully_shard
+    optimizer = baoc.BAOC(model, lr=3e-3, memory=args.memory)  # after fully_shard
 
     # a checkpoint is complete once it has its metadata
     complete = [path.parent for path in args.checkpoints.glob("*/.metadata")]
     first = 0
     if complete:
         first = load(model, optimizer, max(complete, key=lambda path: int(path.name)))
-        say(f"going on from step {first} on {ranks} ranks")
+        say(f"resuming from step {first} on {ranks} ranks")
 
     for step in range(first, args.steps):
         letters = batch(data, step).chunk(ranks)[rank].to(device)  # (BATCH / ranks, LENGTH + 1)
@@ -109,7 +108,7 @@ def main() -> None:
 
 
 def batch(data: Tensor, step: int) -> Tensor:
-    """The letters of a step, which depend on its number alone: (BATCH, LENGTH + 1)."""
+    """Return the letters of a step, which depend on its number alone: (BATCH, LENGTH + 1)."""
     starts = torch.randint(len(data) - LENGTH, (BATCH, 1), generator=torch.Generator().manual_seed(step))
     return data[starts + torch.arange(LENGTH + 1)]
 
@@ -120,8 +119,8 @@ def save(model: nn.Module, optimizer: baoc.BAOC, path: Path) -> None:
 
 
 def load(model: nn.Module, optimizer: baoc.BAOC, path: Path) -> int:
-    """Go on from a checkpoint; the step that it was made after."""
-    baoc.lay_out_for(optimizer, path)  # first the plan: it says which tensors of state there are to be read
+    """Resume from a checkpoint. Return the step after which it was saved."""
+    baoc.prepare_for_load(optimizer, path)  # the plan says which tensors there are to read
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)

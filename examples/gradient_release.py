@@ -1,4 +1,4 @@
-"""Gradient release: each parameter is updated within backward(), so that gradients are never all there at once.
+"""Gradient release: each parameter is updated within backward(), so the gradients never exist all at once.
 
 python examples/gradient_release.py
 """
@@ -21,14 +21,14 @@ def main(arguments: list[str] | None = None) -> list[float]:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(256, 128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 256))
-    plan = baoc.BAOC(model, memory=0.25).plan  # a budget is enough for a plan; no gradient has been seen
+    plan = baoc.make_plan(model, memory=0.25)
     optimizer = baoc.BlockOptimizer(model, lr=3e-3, weight_decay=0.1, plan=plan)
     release_gradients(optimizer)
     losses = []
     for _ in range(options.steps):
         letters = torch.randint(256, (64,))
         loss = nn.functional.cross_entropy(model(letters), (letters * 7 + 1) % 256)
-        loss.backward()  # is the step
+        loss.backward()  # also updates the parameters
         losses.append(loss.item())
     print(optimizer.plan)
     return losses

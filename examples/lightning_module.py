@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import baoc
-from baoc.integrations.lightning import log_metrics
+from baoc.integrations import lightning_callback
 
 
 class Letters(lightning.LightningModule):
-    def __init__(self, memory: float = 0.4) -> None:
+    def __init__(self, memory: float = 0.25) -> None:
         super().__init__()
         self.model = nn.Sequential(nn.Embedding(256, 128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 256))
         self.memory = memory
@@ -29,7 +29,7 @@ class Letters(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return baoc.BAOC(self.model, lr=3e-3, weight_decay=0.1, memory=self.memory, warmup=10)
+        return baoc.BAOC(self.model, lr=3e-3, weight_decay=0.1, memory=self.memory)
 
 
 def main(arguments: list[str] | None = None) -> lightning.Trainer:
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> lightning.Trainer:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[log_metrics()],
+        callbacks=[lightning_callback()],
     )
     module = Letters()
     trainer.fit(module, loader, ckpt_path=str(last) if last.exists() else None)

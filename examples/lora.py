@@ -1,4 +1,4 @@
-"""LoRA with PEFT: frozen weights have no state, and the budget is of the adapters' alone.
+"""LoRA with PEFT: frozen weights have no state, so the budget is for the adapters alone.
 
 pip install 'baoc[models]' peft
 python examples/lora.py
@@ -26,8 +26,8 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], baoc.BAOC]:
     model: nn.Module = get_peft_model(
         GPT2LMHeadModel(config), LoraConfig(r=16, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
     )
-    # a thin adapter beside weights that were trained before: fine-tuning, whatever the adapters' own numbers look like
-    optimizer = baoc.BAOC(model, lr=3e-3, memory=0.5, warmup=10, regime="finetune")
+    # this example has no pretrained weights, from which BAOC would see that it is fine-tuning
+    optimizer = baoc.BAOC(model, lr=3e-3, memory=0.5, planner=baoc.EffectPlanner(regime="finetune"))
     losses = []
     for _ in range(options.steps):
         start = torch.randint(200, (8, 1))

@@ -1,4 +1,4 @@
-"""Plain PyTorch: accumulation, clipping, mixed precision and a compiled model. Only the line of the optimizer differs.
+"""Plain PyTorch: accumulation, clipping, mixed precision and a compiled model. Only the optimizer's line changes.
 
 python examples/plain.py                     # bf16 autocast
 python examples/plain.py --precision fp16    # with a GradScaler, where the device has fp16 (a CPU takes bf16)
@@ -24,8 +24,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = nn.Sequential(nn.Embedding(256, 128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 256)).to(device)
-    # the optimizer is given the model itself, not the compiled one: names and roles are the same, tokens are counted
-    optimizer = baoc.BAOC(model, lr=3e-3, weight_decay=0.1, memory=0.4, warmup=10, on_nonfinite="skip")
+    # pass the model itself, not the compiled one, so that tokens per step can be counted
+    optimizer = baoc.BAOC(model, lr=3e-3, weight_decay=0.1, memory=0.25, on_nonfinite="skip")
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
     dtype = torch.float16 if options.precision == "fp16" and device == "cuda" else torch.bfloat16
     scaler = torch.amp.GradScaler(device, enabled=options.precision == "fp16")
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
 
     losses = []
     for step in range(options.steps):
-        for _ in range(2):  # gradients of two small batches add up to one
+        for _ in range(2):  # accumulate the gradients of two batches
             letters = torch.randint(256, (64,), device=device)
             with torch.autocast(device, dtype=dtype):
                 loss = nn.functional.cross_entropy(forward(letters), (letters * 7 + 1) % 256)

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from baoc.integrations import unwrap
-from baoc.integrations.trainer import ForTrainer, log_metrics
+from baoc.integrations import ForTrainer, log_metrics, unwrap
 
 
 class Counting(torch.utils.data.Dataset):
@@ -46,7 +45,7 @@ def main(arguments: list[str] | None = None) -> Trainer:
             use_cpu=not torch.cuda.is_available(),
         ),
         train_dataset=Counting(),
-        optimizer_cls_and_kwargs=(ForTrainer, {"lr": 3e-3, "weight_decay": 0.1, "memory": 0.5, "warmup": 10}),
+        optimizer_cls_and_kwargs=(ForTrainer, {"lr": 3e-3, "weight_decay": 0.1, "memory": 0.25}),
     )
     log_metrics(trainer)
     trainer.train(resume_from_checkpoint=any(options.output.glob("checkpoint-*")))

@@ -12,7 +12,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from baoc.integrations.deepspeed import for_zero
+from baoc.integrations import for_zero
 
 
 def main(arguments: list[str] | None = None) -> list[float]:

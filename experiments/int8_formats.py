@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import baoc
-from baoc.core.codecs import Format, Held
-from baoc.core.codecs.int8 import GROUP, Grid, Int8, Int8Format, from_groups, to_groups
+from baoc.core.codecs import Format, Held, Int8Format
+from baoc.core.codecs.quantized import INT8_GROUP, Grid, Int8, from_groups, to_groups
 from baoc.core.rounding import NOISE_ONE, Rounding
 from baoc.core.spec import FP32_TINY, Buffer, Shape, Slot
 from experiments import corpus as corpora
@@ -73,7 +73,7 @@ class MappedInt8Format(Format):
     @property
     def buffers(self) -> tuple[Buffer, ...]:
         shape = self.held_shape
-        groups = -(-math.prod(shape[1:]) // GROUP)
+        groups = -(-math.prod(shape[1:]) // INT8_GROUP)
         return (
             Buffer("codes", shape, torch.int8 if self.slot.signed else torch.uint8),
             Buffer("scales", (shape[0], groups), torch.float32),

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baoc.core.mechanisms.newton_schulz import MUON, POLAR_EXPRESS, Coefficients, orthogonalised
+from baoc.core.mechanisms.muon import MUON, YOU_JIACHENG, Coefficients, orthogonalised
 from baoc.core.mechanisms.normalised import UPDATE_RMS
 from baoc.core.roles import Role, roles_of
 from experiments import methods, workloads
@@ -32,14 +32,14 @@ from experiments.workloads.fine_tuning import GPTFineTuning
 from experiments.workloads.gpt import SIZES
 
 CANDIDATES: Mapping[str, Coefficients] = {
-    "Polar Express x5": POLAR_EXPRESS,
-    "its first 4": POLAR_EXPRESS[:4],
-    "its first 3": POLAR_EXPRESS[:3],
+    "You Jiacheng x5": YOU_JIACHENG,
+    "its first 4": YOU_JIACHENG[:4],
+    "its first 3": YOU_JIACHENG[:3],
     "Muon x5": MUON,
     "Muon x4": MUON[:4],
     "Muon x3": MUON[:3],
 }
-TRAINED = ("Polar Express x5", "its first 3", "Muon x5", "Muon x3")
+TRAINED = ("You Jiacheng x5", "its first 3", "Muon x5", "Muon x3")
 """Candidates that a model is trained with; the others lie between."""
 LENGTHS = (0.1, 0.2, 0.3, 0.4, 0.6)
 LOOKED_AT = (1, 10, 50)
@@ -54,7 +54,7 @@ FINE_TUNING_FACTORS = (0.1, 0.3, 1.0)
 def deviation(matrix: Tensor, coefficients: Coefficients) -> float:
     """RMS distance of the singular values from one.
 
-    >>> deviation(torch.eye(4), POLAR_EXPRESS) < deviation(torch.eye(4), MUON)
+    >>> deviation(torch.eye(4), YOU_JIACHENG) < deviation(torch.eye(4), MUON)
     True
     """
     singular = torch.linalg.svdvals(orthogonalised(matrix.clone().unsqueeze(0), coefficients)[0])
@@ -159,7 +159,7 @@ def coefficients_part(trainings: Trainings, workload: Workload, lr_factor: float
     rows = trainings.losses(workload, list(names.values()), lr_factor, steps)
     gaussian = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
     default, times = (
-        rows[names["Polar Express x5"]],
+        rows[names["You Jiacheng x5"]],
         {name: seconds(gaussian, each) for name, each in CANDIDATES.items()},
     )
     lines = [
@@ -167,7 +167,7 @@ def coefficients_part(trainings: Trainings, workload: Workload, lr_factor: float
             name,
             f"{deviation(log_spaced(), coefficients):.3f}",
             f"{deviation(gaussian, coefficients):.3f}",
-            f"{times[name] / times['Polar Express x5']:.2f}",
+            f"{times[name] / times['You Jiacheng x5']:.2f}",
             *_losses(rows[names[name]] if name in names else [], default),
         ]
         for name, coefficients in CANDIDATES.items()

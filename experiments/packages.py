@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-from baoc.models import ModelError
+from baoc.tools.models import ModelError
 
 
 class PackageError(ModelError):

@@ -1,4 +1,4 @@
-"""How fast embeddings and vectors should learn beside hidden matrices: the factors of ``baoc.planning.rates``.
+"""How fast embeddings and vectors should learn beside hidden matrices: the factors of ``baoc.planners.lr_multipliers``.
 
     python -m experiments.rates --data DIR --jobs 2 --output docs/results/rates
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from baoc.planning import rates
+from baoc.planners import lr_multipliers
 from experiments import paired
 from experiments.runs import Cell, RunOptions, Store, markdown
 from experiments.runs.batch import Job
@@ -23,7 +23,7 @@ FACTORS: tuple[dict[str, float], ...] = (
     {"embedding": 2.0},
     {"embedding": 4.0},
     {"vector": 2.0},
-    {"embedding": rates.TABLE, "vector": rates.VECTOR},
+    {"embedding": lr_multipliers.TABLE, "vector": lr_multipliers.VECTOR},
 )
 """Of the learning rate, by role; one where a role is not named."""
 ABOUT = """\
@@ -89,7 +89,7 @@ def page(settings: Sequence[Setting], store: Store, seeds: int, command: str) ->
                 loss = estimate(list(without.values()), ".3f")
                 lines.append([f"{setting.workload}, {setting.steps} steps", f"`{hidden}`", loss, *told])
     header = ["Workload", "Hidden weights", "Loss", *map(_label, FACTORS)]
-    about = ABOUT.format(table=rates.TABLE, vector=rates.VECTOR)
+    about = ABOUT.format(table=lr_multipliers.TABLE, vector=lr_multipliers.VECTOR)
     parts = ["# Learning rates by role", "", about, "", f"Made by `{command}`.", ""]
     return "\n".join([*parts, *markdown.table(header, lines, numbers=True), ""])
 

@@ -20,8 +20,8 @@ import baoc
 from baoc.core.budget import memory_budget
 from baoc.core.spec import Shape
 from baoc.core.text import table as text_table
-from baoc.models import MODELS
-from baoc.planning.estimate import split_excluded, trainable_shapes
+from baoc.tools.estimate import split_excluded, trainable_shapes
+from baoc.tools.models import MODELS
 from experiments.methods import rules
 
 MIB = 2**20

@@ -1,4 +1,4 @@
-"""The plainest training of a workload: AdamW, a short warm-up and a cosine."""
+"""Plain training of a workload: AdamW, a short warm-up and a cosine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from experiments.workloads import Workload
 
 
 def train(workload: Workload, *, steps: int, lr: float, seed: int, device: str) -> tuple[nn.Module, list[float]]:
-    """The model after so many steps, and the training loss of each."""
+    """Return the model after training, and the training loss of each step."""
     torch.manual_seed(seed)  # dropout
     model = workload.build(seed=seed, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)

@@ -1,8 +1,8 @@
-"""SIGKILL at random points of a training script. Every run that was killed and resumed must end as one that was not.
+"""SIGKILL at random points of a training script. Every run that was killed and resumed must end like one that was not.
 
 A point is the n-th function call within a stage: warm-up, planner, migration, save, rename, replan, or anything else.
-Calls are counted in a run that nobody kills; then a stage is drawn, and one of its calls, so that rare stages are hit
-as often as long ones. Processes are forked from one that has imported everything, so a life takes a second.
+Calls are counted in a run without kills. Then a stage is drawn, and one of its calls, so that rare stages are hit as
+often as long ones. Processes are forked from one that has imported everything, so a life takes a second.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from benchmarks.torture.training import SCENARIOS, Scenario, train
 ELSEWHERE, RENAME, LOAD = "training", "rename", "load"
 STAGES = {
     ("sampling.py", "observe"): "warm-up",
-    ("planner.py", "__init__"): "planner",
+    ("effects.py", "initial_plan"): "planner",
+    ("planner.py", "initial_plan"): "planner",
     ("planner.py", "plan"): "planner",
-    ("optimizer.py", "_migrate"): "migration",
+    ("optimizer.py", "set_plan"): "migration",
     ("serialization.py", "save"): "save",
     ("files.py", "replaced"): "save",
     ("optimizer.py", "replan"): "replan",
@@ -68,7 +69,7 @@ class Clock:
 
 
 def life(folder: Path, scenario: Scenario, number: int, victim: int = -1, stage: str = "", call: int = -1) -> bool:
-    """Train from the last checkpoint on in processes of their own; whether the victim was killed before the end."""
+    """Train from the last checkpoint in new processes. Return whether the victim was killed before the end."""
     os.environ["LIFE"] = str(number)
     children = [
         _forked(folder, scenario, rank, stage if rank == victim else "", call) for rank in range(scenario.ranks)
@@ -119,7 +120,7 @@ def _calls(folder: Path, scenario: Scenario) -> list[dict[str, int]]:
 
 
 def run(times: int, seed: int = 0, names: list[str] | None = None) -> dict[str, Any]:
-    """Kill ``times`` processes; counts of kills by stage and by scenario, and the runs that ended differently."""
+    """Kill ``times`` processes. Return the kills by stage and scenario, and the runs that ended differently."""
     draw = random.Random(seed)
     chosen = {name: SCENARIOS[name] for name in names or SCENARIOS}
     kills: Counter[str] = Counter()
@@ -127,7 +128,7 @@ def run(times: int, seed: int = 0, names: list[str] | None = None) -> dict[str, 
     different: list[str] = []
     with tempfile.TemporaryDirectory() as place:
         expected, calls = {}, {}
-        train(_new(place, "imports"), SCENARIOS["measured"])  # some are made late, and would be made in every life
+        train(_new(place, "imports"), SCENARIOS["effects"])  # late imports would be made in every life
         for name, scenario in chosen.items():
             folder = _new(place, f"uninterrupted {name}")
             life(folder, scenario, 0)

@@ -1,11 +1,13 @@
-"""Random damage to plans, profiles and checkpoints: refused by our own errors with nothing changed, or harmless.
+"""Random damage to plans, gradient statistics, effect tables and checkpoints of both planners.
 
-A mutation changes one to three things in what a file holds (or bytes of the file itself): a key is dropped, a value is
-replaced by one of another kind, a number by one of another size, a tensor by one of another shape, dtype or content.
+Each is refused with one of our own errors and changes nothing, or is harmless. A mutation changes one to three things
+in a file's content (or bytes of the file itself): a key is dropped, a value is replaced by one of another kind, a
+number by one of another size, a tensor by one of another shape, dtype or content.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
@@ -22,7 +24,23 @@ import torch
 from torch import Tensor
 
 import baoc
-from baoc import BAOC, BlockOptimizer, CheckpointError, ConfigurationError, Plan, PlanError, Profile, ProfileError
+from baoc import (
+    BAOC,
+    BlockOptimizer,
+    Budget,
+    CheckpointError,
+    ConfigurationError,
+    EffectPlanner,
+    GradientStatistics,
+    ModelFacts,
+    PaperPlanner,
+    Plan,
+    PlanError,
+    StatisticsCollector,
+    StatisticsError,
+)
+from baoc.planners.base import Planner
+from baoc.planners.effect_table import EffectTable, TableError
 from benchmarks.torture.training import backward, make_model
 
 JUNK = (
@@ -54,7 +72,7 @@ Outcome = str
 
 
 def mutated(value: Any, draw: random.Random) -> Any:
-    """A copy of plain values and tensors with one to three things in it changed."""
+    """Return a copy of nested values and tensors with one to three things changed."""
     value = copy.deepcopy(value)
     for _ in range(draw.randint(1, 3)):
         value = _mutate(value, draw)
@@ -89,8 +107,9 @@ def _keys(value: Any) -> list[Any]:
 
 
 def _mutate_text(text: str, draw: random.Random) -> str:
-    if text[:1] == "{" and draw.random() < 0.8:  # JSON within: what it says is changed rather than how
-        return json.dumps(_mutate(json.loads(text), draw))
+    if text[:1] == "{" and draw.random() < 0.8:  # JSON within: change its values rather than its syntax
+        with contextlib.suppress(ValueError):  # text that an earlier mutation has damaged
+            return json.dumps(_mutate(json.loads(text), draw))
     place = draw.randrange(len(text))
     return draw.choice(
         [text[:place], text[:place] + text[place + 1 :], text[:place] + draw.choice('"{}[],:.-0x') + text[place:]]
@@ -121,29 +140,29 @@ def with_wrong_bytes(content: bytes, draw: random.Random) -> bytes:
     return content[:place] + bytes([draw.randrange(256)]) + content[place + 1 :]
 
 
-# ---- what is done with it ----
+# ---- targets ----
 
 
 class Target:
-    """One kind of file: a good one, and what a person would do with it."""
+    """One kind of file: a good one, and what users do with it."""
 
     def attempt(self, draw: random.Random) -> Outcome:
-        """Try a damaged one; anything but our own errors is for the caller."""
+        """Try a damaged one. Errors that are not our own reach the caller."""
         raise NotImplementedError
 
 
 class Plans(Target):
-    """Read, printed, trained with."""
+    """Plans of both planners: read, printed, trained with."""
 
     def __init__(self) -> None:
         self._model = make_model()
-        self._good = BAOC(self._model, warmup=1, memory=0.5).plan.to_json()
+        planners = (EffectPlanner(), PaperPlanner(warmup_base="budget"))
+        self._good = [BAOC(self._model, memory=0.5, planner=planner).plan.to_json() for planner in planners]
         backward(self._model, 0)
 
     def attempt(self, draw: random.Random) -> Outcome:
-        text = (
-            json.dumps(mutated(json.loads(self._good), draw)) if draw.random() < 0.7 else _mutate_text(self._good, draw)
-        )
+        good = draw.choice(self._good)
+        text = json.dumps(mutated(json.loads(good), draw)) if draw.random() < 0.7 else _mutate_text(good, draw)
         try:
             plan = Plan.from_json(text)
             plan.table(wide=True)
@@ -157,18 +176,18 @@ class Plans(Target):
         return HARMLESS
 
 
-class Profiles(Target):
-    """Read, and planned from in both spaces."""
+class Statistics(Target):
+    """Gradient statistics: read, and planned from by both planners."""
 
     def __init__(self) -> None:
         model = make_model()
-        profiler = baoc.Profiler(model)
+        collector = StatisticsCollector(model)
         for step in range(3):
             backward(model, step)
-            profiler.observe()
+            collector.observe()
         self._folder = tempfile.TemporaryDirectory()
-        self._path = Path(self._folder.name, "a.profile")
-        profiler.profile().save(self._path)
+        self._path = Path(self._folder.name, "a.stats")
+        collector.statistics().save(self._path)
         self._bytes = self._path.read_bytes()
         self._good = torch.load(io.BytesIO(self._bytes), weights_only=True)
 
@@ -178,25 +197,57 @@ class Profiles(Target):
         else:
             torch.save(mutated(self._good, draw), self._path)
         try:
-            profile = Profile.load(self._path)
-            baoc.make_plan(profile, 0.5, space=draw.choice(["measured", "paper"]))
-        except (ProfileError, PlanError):
+            statistics = GradientStatistics.load(self._path)
+            planners: list[Planner] = [EffectPlanner(), PaperPlanner()]
+            baoc.make_plan(statistics, 0.5, planner=draw.choice(planners))
+        except (StatisticsError, PlanError):
+            return REFUSED
+        return HARMLESS
+
+
+class Tables(Target):
+    """Effect tables: read, written, and planned with."""
+
+    def __init__(self) -> None:
+        self._good = EffectTable.load().to_json()
+        self._model = ModelFacts.of(make_model())
+        self._folder = tempfile.TemporaryDirectory()
+        self._files = 0
+
+    def attempt(self, draw: random.Random) -> Outcome:
+        text = (
+            json.dumps(mutated(json.loads(self._good), draw)) if draw.random() < 0.7 else _mutate_text(self._good, draw)
+        )
+        try:
+            table = EffectTable.from_json(text)
+            assert EffectTable.from_json(table.to_json()).to_json() == table.to_json()
+            if draw.random() < 0.3:
+                self._files += 1
+                path = Path(self._folder.name, f"{self._files}.json")  # tables are cached by their path
+                path.write_text(text, encoding="utf-8")
+                EffectPlanner(table=str(path)).initial_plan(self._model, Budget(0.5))
+        except (TableError, PlanError):
             return REFUSED
         return HARMLESS
 
 
 class Checkpoints(Target):
-    """Loaded into an optimizer that has been training, which must be as it was if it is refused, and go on if not."""
+    """Loaded into an optimizer in training, which must not change if they are refused, and must go on if not."""
 
     def __init__(self) -> None:
-        settings = ({"warmup": 2}, {"warmup": 20, "space": "paper"}, {"warmup": 2, "space": "paper", "replan_every": 2})
-        self._cases = [self._case(given) for given in settings]
+        planners = (
+            EffectPlanner(),
+            EffectPlanner(replan_every=2),
+            PaperPlanner(warmup=20),
+            PaperPlanner(warmup=2, replan_every=2),
+        )
+        self._cases = [self._case(planner) for planner in planners]
 
     @staticmethod
-    def _case(settings: dict[str, Any]) -> tuple[BAOC, Any, Any]:
-        """An optimizer, what it holds, and a checkpoint of the same run from before."""
+    def _case(planner: Planner) -> tuple[BAOC, Any, Any]:
+        """Return an optimizer, its state dict, and an earlier checkpoint of the same run."""
         model = make_model()
-        optimizer = BAOC(model, lr=1e-3, memory=0.6, **settings)
+        optimizer = BAOC(model, lr=1e-3, memory=0.6, planner=planner)
         saved = []
         for step in range(4):
             backward(model, step)
@@ -210,7 +261,7 @@ class Checkpoints(Target):
         try:
             optimizer.load_state_dict(mutated(good, draw))
         except CheckpointError:
-            _check_same(optimizer.state_dict(), held)
+            check_same(optimizer.state_dict(), held)
             return REFUSED
         try:
             optimizer.step()
@@ -218,28 +269,34 @@ class Checkpoints(Target):
         finally:
             optimizer.load_state_dict(copy.deepcopy(held))
             for group, before in zip(optimizer.param_groups, held["param_groups"]):
-                for key in group.keys() - before.keys():  # unknown ones are others' business, and stay
+                for key in group.keys() - before.keys():  # unknown keys belong to others, and stay
                     del group[key]
         return HARMLESS
 
 
-def _check_same(left: Any, right: Any, place: str = "") -> None:
+def check_same(left: Any, right: Any, place: str = "state_dict") -> None:
+    """Raise unless two nested values with tensors are equal."""
     if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
         for key in left:
-            _check_same(left[key], right[key], f"{place}.{key}")
+            check_same(left[key], right[key], f"{place}.{key}")
     elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
         for index, (one, other) in enumerate(zip(left, right)):
-            _check_same(one, other, f"{place}.{index}")
+            check_same(one, other, f"{place}.{index}")
     else:
         is_same = torch.equal(left, right) if isinstance(left, Tensor) else left == right
-        assert is_same, f"a refused checkpoint has changed {place}"
+        assert is_same, f"{place} has changed"
 
 
-TARGETS: dict[str, type[Target]] = {"plans": Plans, "profiles": Profiles, "checkpoints": Checkpoints}
+TARGETS: dict[str, type[Target]] = {
+    "plans": Plans,
+    "statistics": Statistics,
+    "tables": Tables,
+    "checkpoints": Checkpoints,
+}
 
 
 def run(times: int, seed: int = 0, names: list[str] | None = None) -> dict[str, Any]:
-    """``times`` mutations of each kind: how many were refused, how many harmless, and what went wrong."""
+    """Try ``times`` mutations of each kind. Return how many were refused or harmless, and what went wrong."""
     found: dict[str, Any] = {}
     for name in names or TARGETS:
         target, outcomes = TARGETS[name](), Counter[str]()
@@ -251,7 +308,7 @@ def run(times: int, seed: int = 0, names: list[str] | None = None) -> dict[str, 
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     outcomes[target.attempt(draw)] += 1
-            except Exception as error:  # whatever is not ours is a finding
+            except Exception as error:  # any other error is a finding
                 outcomes["wrong"] += 1
                 wrong.setdefault(f"{type(error).__name__}: {str(error)[:160]}", f"{name} {number}")
         found[name] = dict(outcomes)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from baoc import BAOC
+from baoc import BAOC, EffectPlanner, PaperPlanner
 from baoc.core.files import replaced
+from baoc.planners.base import Planner
 
 STEPS, SAVE_EVERY = 26, 2
 REPLANNED_AT, SMALLER = 15, 0.4
@@ -24,36 +24,38 @@ WIDTH, WORDS = 32, 60
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is trained, and by how many."""
+    """A planner, a budget, and how many ranks train which kind of weights."""
 
-    settings: dict[str, Any] = field(default_factory=dict)
+    planner: Planner
+    memory: float = 0.5
     dtype: torch.dtype = torch.float32
     ranks: int = 1
 
 
 SCENARIOS = {
-    "measured": Scenario({"warmup": 5, "replan_every": 4}),
-    "paper, settle": Scenario({"warmup": 100, "settle": 100.0, "space": "paper", "memory": 0.6}),
-    "bf16": Scenario({"warmup": 5, "space": "paper", "replan_every": 6, "memory": 0.6}, torch.bfloat16),
-    "2 ranks": Scenario({"warmup": 5, "replan_every": 4}, ranks=2),
+    "effects": Scenario(EffectPlanner()),
+    "effects, replan": Scenario(EffectPlanner(replan_every=4)),
+    "paper": Scenario(PaperPlanner(warmup=100, stable_within=100.0), memory=0.6),
+    "paper, bf16": Scenario(PaperPlanner(warmup=5, replan_every=6), memory=0.6, dtype=torch.bfloat16),
+    "2 ranks": Scenario(PaperPlanner(warmup=5, replan_every=4), memory=0.6, ranks=2),
 }
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Matrices that are large enough for every codec, and few of them."""
+    """Return a model with few matrices, which are large enough for every codec."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))]
     return nn.Sequential(nn.Embedding(4 * WORDS, WIDTH), *layers, nn.Linear(WIDTH, 4 * WORDS)).to(dtype)
 
 
 def backward(model: nn.Module, step: int, rank: int = 0) -> None:
-    """The gradients of a step: a function of its number, so the data need no state of their own."""
+    """Compute the gradients of a step from its number alone, so the data need no state of their own."""
     words = torch.randint(4 * WORDS, (WORDS,), generator=torch.Generator().manual_seed(1000 * rank + step))
     nn.functional.cross_entropy(model(words).float(), 7 * words % (4 * WORDS)).backward()
 
 
 def train(folder: Path, scenario: Scenario, rank: int = 0) -> None:
-    """From the last checkpoint in a folder, or from the start, to the end; then write down how it ended."""
+    """Train from the last checkpoint in a folder, or from the start, and write down the result."""
     torch.set_num_threads(1)
     core = make_model(scenario.dtype)
     model = core
@@ -61,7 +63,7 @@ def train(folder: Path, scenario: Scenario, rank: int = 0) -> None:
         meeting = f"file://{folder}/meeting-{os.getppid()}-{os.environ['LIFE']}"
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=scenario.ranks)
         model = DistributedDataParallel(core)
-    optimizer = BAOC(core, lr=3e-3, **({"memory": 0.5} | scenario.settings))
+    optimizer = BAOC(core, lr=3e-3, memory=scenario.memory, planner=scenario.planner)
     path = folder / "run.pt"
     step = 0
     if path.exists():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from baoc.planning import rates
+from baoc.planners import lr_multipliers
 from experiments.methods.by_role import REST
 from experiments.runs import Cell, RunOptions
 from experiments.runs.batch import Job
@@ -83,7 +83,7 @@ def base_of(setting: Setting, place: str) -> str:
 
 def _factor(setting: Setting, place: str) -> str:
     is_table = setting.regime == "scratch" and place.rpartition("; ")[2] == "embedding"
-    return f" x{rates.TABLE:g}" if is_table else ""
+    return f" x{lr_multipliers.TABLE:g}" if is_table else ""
 
 
 def _blocks(template: str, *chosen: tuple[int, str]) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from baoc.core.spec import DEFAULT_BETAS, Hyper
-from baoc.planning.metrics import Metrics
-from baoc.profiling.profiler import Profiler
+from baoc.planners.paper.collect import StatisticsCollector
+from baoc.planners.paper.metrics import Metrics
 from experiments import methods
 from experiments.ablation.catalog import Setting
 from experiments.runs import RunOptions
@@ -22,7 +22,7 @@ from experiments.runs.summary import REFERENCE
 from experiments.runs.training import workload_of
 
 WARMUP = 0.1
-"""Of a run: BAOC plans then."""
+"""Share of a run after which the paper's BAOC plans."""
 
 Values = dict[str, float]
 """By the metric's name."""
@@ -32,16 +32,16 @@ def of_blocks(setting: Setting, seed: int, options: RunOptions) -> dict[str, Val
     """The metrics of a setting's blocks after a warm-up with AdamW32."""
     workload = workload_of(setting.workload, options.workload)
     running = Running(setting.cell(REFERENCE, seed), workload, methods.get(REFERENCE), torch.device("cpu"))
-    profiler = Profiler(running.model, seed=seed).attach(running.optimizer)
+    collector = StatisticsCollector(running.model, seed=seed).attach(running.optimizer)
     batches = workload.train_batches(seed=seed)
     for _ in range(max(2, round(WARMUP * setting.steps))):
         running.advance(lambda: next(batches))
-    profile, params = profiler.profile(), dict(running.model.named_parameters())
+    statistics, params = collector.statistics(), dict(running.model.named_parameters())
     hyper = Hyper(lr=setting.lr_factor * workload.lr, weight_decay=WEIGHT_DECAY)
     found = {}
     for name in setting.blocks:
         second = running.optimizer.state[params[name]]["exp_avg_sq"]
-        found[name] = _papers(Metrics(profile, [name], hyper)) | _others(name, second, profiler.steps)
+        found[name] = _papers(Metrics(statistics, [name], hyper)) | _others(name, second, collector.steps)
     return found
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 
-from baoc.planning import rates
+import numpy as np
+
+from baoc.planners import lr_multipliers
 from experiments.ablation.catalog import CONFIGURATIONS, OF_BLOCKS, Setting
 from experiments.ablation.effects import Effect, Effects
 from experiments.ablation.metrics import Values
-from experiments.ablation.ranks import ceiling, spearman
 from experiments.runs import markdown
 from experiments.runs.page import estimate
 
@@ -36,7 +39,7 @@ Measured = Mapping[str, Mapping[str, Values]]
 
 
 def text(settings: Sequence[Setting], effects: Effects, measured: Measured, command: Sequence[str]) -> str:
-    about = ABOUT.format(table=rates.TABLE)
+    about = ABOUT.format(table=lr_multipliers.TABLE)
     parts = ["# One thing swapped at a time", "", about, "", f"Made by `{shlex.join(command)}`.", ""]
     parts += _settings_part(settings, effects)
     for role in CONFIGURATIONS:
@@ -168,3 +171,47 @@ def _ceiling(of: Mapping[str, Effect]) -> float | None:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:+.2f}"
+
+
+# ---- rankings ----
+
+
+def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Correlation of the ranks; None where one of them says nothing.
+
+    >>> spearman([1, 2, 3], [10, 20, 15]), spearman([1, 1, 1], [1, 2, 3])
+    (0.5, None)
+    """
+    ours, theirs = _ranks(x), _ranks(y)
+    if len(x) < 3 or not (np.ptp(ours) and np.ptp(theirs)):
+        return None
+    return float(np.corrcoef(ours, theirs)[0, 1])
+
+
+def reliability(repeats: Sequence[Sequence[float]]) -> float | None:
+    """How well the means over repeats would rank like the means over as many others: Spearman-Brown's formula.
+
+    >>> round(reliability([[1, 2, 3, 4], [2, 1, 4, 3]]), 2)  # each ranks like the other by 0.6
+    0.75
+    """
+    found = [spearman(one, other) for one, other in combinations(repeats, 2)]
+    pairs = [each for each in found if each is not None]
+    if not pairs:
+        return None
+    count, mean = len(repeats), statistics.fmean(pairs)
+    return count * mean / (1 + (count - 1) * mean) if mean > 0 else 0.0
+
+
+def ceiling(repeats: Sequence[Sequence[float]]) -> float | None:
+    """The correlation that a perfect predictor would have with the means over repeats, noisy as they are."""
+    found = reliability(repeats)
+    return None if found is None else math.sqrt(found)
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """From 0 on; equals share the mean of theirs."""
+    array = np.asarray(values, dtype=np.float64)
+    below = (array[:, None] > array[None, :]).sum(1)
+    equal = (array[:, None] == array[None, :]).sum(1)
+    ranks: np.ndarray[tuple[int], np.dtype[np.float64]] = below + (equal - 1) / 2
+    return ranks

@@ -1,6 +1,6 @@
-"""The table of effects that ships with the package, from the runs of the ablation.
+"""The effect table that ships with the package, from the runs of the ablation.
 
-    python -m experiments.ablation.table docs/results/ablation --output src/baoc/planning/risk/table.json
+    python -m experiments.ablation.table docs/results/ablation --output src/baoc/planners/effects.json
 
 Embeddings and heads count with what they did beside hidden weights that have Muon, where such runs are there: that is
 where plans put them, and there they matter more. Of runs of different lengths the longest count. Workloads that are
@@ -16,8 +16,8 @@ from pathlib import Path
 
 from baoc import parse
 from baoc.core.roles import Role
-from baoc.planning.risk import Table
-from baoc.planning.risk.calibration import Difference, table_of
+from baoc.planners.effect_fit import Difference, table_of
+from baoc.planners.effect_table import EffectTable
 from experiments.ablation.catalog import CONFIGURATIONS, SETTINGS, Setting
 from experiments.ablation.effects import Effect, Effects
 from experiments.runs import Row, Store
@@ -28,7 +28,7 @@ _BESIDE_MUON = "hidden=muon-8; "
 _ADAFACTOR = "adafactor"
 
 
-def table(rows: Iterable[Row], settings: Sequence[Setting] = SETTINGS, provenance: str = "") -> Table:
+def table(rows: Iterable[Row], settings: Sequence[Setting] = SETTINGS, provenance: str = "") -> EffectTable:
     """What the runs of the settings that are fitted say."""
     return table_of(differences(rows, settings), provenance)
 

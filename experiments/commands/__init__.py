@@ -8,14 +8,13 @@ from __future__ import annotations
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
-from baoc.cli import program
-from baoc.cli.common import Parser
+from baoc.tools.cli import program
+from baoc.tools.cli.common import Parser
 from experiments.commands import ablation, frontier, record, run, statemem, train, workloads
 from experiments.methods import MethodError
 from experiments.runs import RunError
 
 COMMANDS = (run, ablation, frontier, workloads, train, record, statemem)
-USER_ERRORS = (*program.USER_ERRORS, MethodError, RunError)
 
 DESCRIPTION = "Check what is claimed of budgeted optimizers: the paper's experiments, and what they are made of."
 
@@ -36,4 +35,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    return program.run(parser, COMMANDS, argv, USER_ERRORS)
+    return program.run(parser, COMMANDS, argv, (MethodError, RunError))

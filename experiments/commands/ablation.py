@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from baoc.cli import common
+from baoc.tools.cli import common
 from experiments import ablation, runs
 from experiments.workloads.arguments import add_options, options_of
 

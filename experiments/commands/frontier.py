@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from baoc.cli import common
+from baoc.tools.cli import common
 from experiments import frontier, runs
 from experiments.commands.ablation import add_arguments, said
 from experiments.frontier.catalog import BY_TYPE, OURS, PAPERS, PEERS, UNIFORM

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from baoc.cli import common
+from baoc.tools.cli import common
 from experiments import runs
 from experiments.workloads.arguments import add_options, options_of
 

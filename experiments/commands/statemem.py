@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from baoc.cli import common
+from baoc.tools.cli import common
 from experiments import statemem
 
 SUMMARY = "the paper's state memory beside ours, and why they differ"

@@ -6,8 +6,8 @@ import argparse
 import time
 from functools import partial
 
-from baoc.cli import common
 from baoc.core.text import human_count
+from baoc.tools.cli import common
 from experiments.train import train
 from experiments.workloads import get
 from experiments.workloads.arguments import add_options, add_workload, options_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from baoc.cli import common
+from baoc.tools.cli import common
 from experiments import workloads
 from experiments.workloads.arguments import add_data
 

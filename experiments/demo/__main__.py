@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import baoc
-from baoc.cli.common import Parser, at_least
 from baoc.core.text import human_bytes, human_count, table
-from baoc.report.plot import FORMATS
+from baoc.tools.cli.common import Parser, at_least
+from baoc.tools.report.frontier import FORMATS
 from experiments import corpus as corpora
 from experiments import demo
 from experiments.demo.display import Display

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.demo.training import Run
-from experiments.runs.labels import Point, place_labels
+from experiments.runs.figures import Point, place_labels
 
 Results = Mapping[str, Sequence[Run]]
 

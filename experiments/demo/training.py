@@ -9,18 +9,17 @@ from dataclasses import dataclass
 import torch
 
 import baoc
-from baoc.planning.estimate import trainable_shapes
+from baoc.tools.estimate import trainable_shapes
 from experiments.corpus import Corpus
 from experiments.tiny_gpt import MakeOptimizer, Size, TinyGPT, test_loss, train
 
 LR, DECAY = 2e-3, 0.1
-WARMUP = 20  # steps: BAOC plans while the lr is still rising, as in a long run
 
 BUDGETS = (0.5, 0.25, 0.05, 0.0)
 
 
 def _budgeted(memory: float) -> MakeOptimizer:
-    return lambda model: baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=memory, warmup=WARMUP, quiet=True)
+    return lambda model: baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=memory, verbose=False)
 
 
 METHODS: dict[str, MakeOptimizer] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.frontier.catalog import PEERS
 from experiments.frontier.lines import Line, budgeted
-from experiments.runs.labels import Point, place_labels
+from experiments.runs.figures import Point, place_labels
 from experiments.runs.summary import REFERENCE
 
 _WIDTH, _HEIGHT, _ACROSS = 16.0, 3.6, 4  # inches of a page and of a row; plots in a row

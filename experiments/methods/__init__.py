@@ -18,8 +18,8 @@ from pathlib import Path
 import torch  # noqa: F401 - the docstring example needs it
 
 from baoc import ConfigurationError
-from baoc.models.resolve import call_function
-from baoc.planning.settings import AUTO
+from baoc.planners.base import AUTO
+from baoc.tools.models.resolve import call_function
 from experiments.methods import adam_mini, adamw, budgeted, by_role, cosmos, galore, muon, spam
 from experiments.methods.base import Method, MethodError, Settings
 from experiments.methods.uniform import uniform
@@ -39,14 +39,14 @@ _DEFAULT_SHARE = 0.5
 
 
 def names() -> list[str]:
-    """All methods; those with a budget at the paper's default of half of AdamW16's state, of which any share works."""
+    """Return all methods. Those with a budget have the paper's default, half of AdamW16's state; any share works."""
     return [*_FIXED, *(f"{family}@{_DEFAULT_SHARE:g}" for family in _BUDGETED)]
 
 
 def get(name: str) -> Method:
-    """The method of a name: ``muon``, ``baoc@0.25``, ``baoc@auto``, or a person's own, ``file.py:function``.
+    """Return the method of a name: ``muon``, ``baoc@0.25``, ``baoc@auto``, or your own, ``file.py:function``.
 
-    A configuration of ours is a name too, and so are several of them, by role or parameter.
+    A configuration is a name too, and so are several of them, by role or parameter.
 
     >>> get("baoc@0.25").label, get("muon-8 else adamw-16").label, get("hidden=muon-8; embedding=colnorm").label
     ('BAOC 0.25', 'muon-8 else adamw-16', 'hidden=muon-8; embedding=colnorm')
@@ -71,7 +71,7 @@ def get(name: str) -> Method:
 
 
 def load(path: str | Path, function: str = "method") -> Method:
-    """A person's own method: what a function without arguments in a Python file returns."""
+    """Return your own method: what a function without arguments in a Python file returns."""
     method = call_function(Path(path), function)
     if not isinstance(method, Method):
         raise MethodError(f"{path}:{function} returned {type(method).__name__}; it must return a Method.")

@@ -28,7 +28,7 @@ class Settings:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     steps: int = 1000  # of the whole run
-    warmup: int = 50  # steps before BAOC plans
+    warmup: int = 50  # steps before the paper's BAOC plans
     seed: int = 0
 
 

@@ -1,29 +1,30 @@
-"""BAOC at a budget, and two simple heuristics that keep to the same budget.
+"""BAOC at a budget, the paper's BAOC, and two simple heuristics that keep to the same budget.
 
-The heuristics stand in the place of the paper's Heu-1 and Heu-2, which it does not define. Both start with 32-bit AdamW
-everywhere and go down a ladder of configurations until the budget is met:
+The heuristics replace the paper's Heu-1 and Heu-2, which it does not define. Both start with 32-bit AdamW everywhere
+and go down a ladder of configurations until the plan fits the budget:
 
 - *by type*: rung by rung, first MLPs and convolutions go down, then attentions, then embeddings and heads; of each,
   the last layer first;
 - *by size*: the block that holds most state goes down, again and again.
 
-Vectors keep 32 bits. No gradient is looked at.
+Vectors keep 32 bits. The heuristics read no gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import baoc
+from baoc import BAOC, EffectPlanner, PaperPlanner
 from baoc.core.budget import memory_budget
 from baoc.core.plan import Block, Plan, PlanError
-from baoc.planning.partition import structural_units
-from experiments.methods.base import Method, Settings
+from baoc.planners.base import Planner
+from baoc.planners.paper.units import structural_units
+from experiments.methods.base import Build, Method, Settings
 from experiments.methods.roles import Part, parts
 
 LADDER = ("adamw-32", "adamw-16", "adamw-8", "adamw[m=int8,v=factored]", "adafactor-32", "sgdwm-8")
@@ -31,39 +32,55 @@ ADAMW_RMS = 0.2  # of an update, in units of lr, as torch.optim.Muon's match_rms
 SGD_LR_SCALE = 100.0  # what people give SGD, 0.1, to what they give AdamW, 0.001
 
 
-def baoc_at(
-    share: float | str,
-    kind: type[baoc.BAOC] = baoc.BAOC,
-    changed: Callable[[Settings], Mapping[str, Any]] = lambda settings: {},
-) -> Method:
-    """BAOC as it is, or with other arguments, which may depend on the run: ablations need them.
+Change = Callable[[Planner, Settings], Planner]
+"""Returns a planner with some settings changed, which may depend on the run."""
 
-    ``share``: of AdamW16's state, or ``"auto"``.
+
+def _unchanged(planner: Planner, settings: Settings) -> Planner:
+    return planner
+
+
+def baoc_at(share: float | str, change: Change = _unchanged, kind: type[BAOC] = BAOC) -> Method:
+    """Return our BAOC, which plans by measured effects.
+
+    Args:
+        share: of AdamW16's state, or ``"auto"``.
+        change: changes the planner's settings, for ablations.
+        kind: the class of the optimizer.
     """
-
-    def build(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
-        arguments = {
-            "betas": settings.betas,
-            "weight_decay": settings.weight_decay,
-            "memory": share,
-            "warmup": settings.warmup,
-            "seed": settings.seed,
-            "quiet": True,
-        }
-        return kind(model, lr=lr, **{**arguments, **changed(settings)})
-
     budget = share if isinstance(share, str) else f"{share:g}"
+    build = _build(share, lambda settings: change(EffectPlanner(), settings), kind)
     return Method(f"baoc@{budget}", f"BAOC {budget}", build, note="matches its blocks' lr to AdamW's")
 
 
-def baoc_paper_at(
-    share: float,
-    kind: type[baoc.BAOC] = baoc.BAOC,
-    changed: Callable[[Settings], Mapping[str, Any]] = lambda settings: {},
-) -> Method:
-    """BAOC in the paper's space: its configurations, its risk and its time, to the letter."""
-    method = baoc_at(share, kind, lambda settings: {"space": "paper", **changed(settings)})
-    return replace(method, name=f"baoc-paper@{share:g}", label=f"the paper's BAOC {share:g}")
+def baoc_paper_at(share: float, change: Change = _unchanged, kind: type[BAOC] = BAOC) -> Method:
+    """Return the paper's BAOC: its configurations, its risk, its time and its warm-up, to the letter.
+
+    Args:
+        share: of AdamW16's state.
+        change: changes the planner's settings, for ablations.
+        kind: the class of the optimizer.
+    """
+
+    def planner(settings: Settings) -> Planner:
+        return change(PaperPlanner(warmup=settings.warmup, seed=settings.seed), settings)
+
+    return Method(f"baoc-paper@{share:g}", f"paper's BAOC {share:g}", _build(share, planner, kind))
+
+
+def _build(share: float | str, planner: Callable[[Settings], Planner], kind: type[BAOC]) -> Build:
+    def build(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
+        return kind(
+            model,
+            lr=lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            memory=share,
+            planner=planner(settings),
+            verbose=False,
+        )
+
+    return build
 
 
 def by_type_at(share: float) -> Method:

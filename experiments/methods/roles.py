@@ -13,7 +13,7 @@ from typing import Literal
 from torch import nn
 
 from baoc.core.roles import canonical_name
-from baoc.planning.partition import structural_units
+from baoc.planners.paper.units import structural_units
 
 Role = Literal["embedding", "head", "matrix", "kernel", "vector"]
 

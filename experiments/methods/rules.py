@@ -1,7 +1,7 @@
 """How much state each method holds, by rule and from shapes alone: models of any size cost nothing.
 
-Each rule is proven against the tensors that the real optimizer holds, in ``tests/test_methods.py``. For BAOC there is
-none but its budget: what it holds depends on the gradients that it sees.
+``tests/experiments/test_methods.py`` checks each rule against the tensors that the real optimizer holds. BAOC has no
+rule: its plan says what it holds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a state is worth: the table that plans are made by, of hidden matrices and of embeddings."""
+"""The effect table as a picture: hidden matrices and embeddings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import baoc
 from baoc.core.roles import Role
-from baoc.planning.risk import Table
+from baoc.planners.effect_table import EffectTable
 from experiments.pictures.style import INK, MUTED, bare, colours, figure
 
 _SHOWN = {Role.MATRIX: "Hidden matrices", Role.EMBEDDING: "Embeddings"}
@@ -18,7 +18,7 @@ _SHAPE = (1024, 1024)
 
 def draw(path: Path) -> None:
     """A row for each configuration, ordered by its bytes; an effect and its error for each regime."""
-    table = Table.load()
+    table = EffectTable.load()
     found = {each for roles in table.effects.values() for role in _SHOWN for each in roles.get(role, {})}
     rows = sorted(found, key=lambda each: (-each.state_bytes(_SHAPE), str(each)))
     colour = colours(rows)
@@ -38,7 +38,7 @@ def draw(path: Path) -> None:
         _legend(plots[1])
 
 
-def _row(axes: Any, y: int, configuration: baoc.Configuration, role: Role, table: Table, colour: str) -> None:
+def _row(axes: Any, y: int, configuration: baoc.Configuration, role: Role, table: EffectTable, colour: str) -> None:
     for offset, (regime, (_, marker)) in zip((0.14, -0.14), _REGIMES.items()):
         effect = table.effects[regime].get(role, {}).get(configuration)
         if effect is None:

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import baoc
-from baoc.core.spec import Hyper
+from baoc import Budget, EffectPlanner, ModelFacts
 from baoc.core.text import human_bytes
-from baoc.models.resolve import resolve
-from baoc.planning.estimate import trainable_shapes
-from baoc.planning.planner import Planner
-from baoc.profiling.facts import Facts
+from baoc.tools.estimate import trainable_shapes
+from baoc.tools.models.resolve import resolve
 from experiments.pictures.style import GROUND, INK, MUTED, colours, figure, ink_on
 
 MODEL, TITLE = "gpt2-small", "GPT-2 (124M)"
@@ -24,8 +22,8 @@ def draw(path: Path) -> None:
     """One row of tensors for each budget; widths are parameters."""
     model = resolve(MODEL)
     shapes = trainable_shapes(model)
-    planner = Planner(shapes, None, Hyper(lr=1e-3), facts=Facts.of(model))
-    plans = {budget: planner.plan(budget) for budget in BUDGETS}
+    problem = EffectPlanner().problem(ModelFacts.of(model))
+    plans = {share: problem.plan(Budget(share)) for share in BUDGETS}
     order = [name for name, shape in shapes.items() if len(shape) > 1]
     used = sorted({block.configuration for plan in plans.values() for block in plan.blocks}, key=_rank)
     colour = colours(used)

@@ -1,4 +1,4 @@
-"""Loss and state over time: one run within a budget, the plan at the end of its warm-up, and a smaller budget later."""
+"""Loss and state over time: one run within a budget that shrinks during training."""
 
 from __future__ import annotations
 
@@ -15,33 +15,32 @@ from experiments import corpus as corpora
 from experiments.corpus import Corpus
 from experiments.demo.picture import smoothed
 from experiments.demo.training import DECAY, LR
-from experiments.pictures.style import INK, MUTED, PLAIN, SAMPLES, bare, colours, figure
+from experiments.pictures.style import INK, MUTED, PLAIN, bare, colours, figure
 from experiments.tiny_gpt import train
 
-STEPS, WARMUP, SHRUNK = 300, 40, 200
+STEPS, SHRUNK = 300, 150
 BUDGET, LATER = 0.25, 0.05
 _KIB = 1024
-_OF_SAMPLES = "samples of gradients"
 
 
 @dataclass
 class Log:
-    """What a run held, step by step."""
+    """Losses and bytes of a run, step by step."""
 
     losses: list[float] = field(default_factory=list)
-    held: list[dict[str, int]] = field(default_factory=list)  # bytes by configuration, and those of samples
+    held: list[dict[str, int]] = field(default_factory=list)  # bytes by configuration
     configurations: dict[str, baoc.Configuration] = field(default_factory=dict)
     reference: int = 0  # bytes of AdamW16's state
     parameters: int = 0
 
     def add(self, loss: float, optimizer: baoc.BAOC) -> None:
-        """A step, with what the optimizer really holds after it."""
+        """Add a step, with the bytes that the optimizer holds after it."""
         held: dict[str, int] = {}
         for block in optimizer.plan.blocks:
             alias = block.configuration.alias
             self.configurations[alias] = block.configuration
             held[alias] = held.get(alias, 0) + block.state_bytes
-        held[_OF_SAMPLES] = baoc.state_bytes(optimizer) - optimizer.plan.state_bytes
+        assert baoc.state_bytes(optimizer) == sum(held.values())
         self.losses.append(loss)
         self.held.append(held)
         self.reference = optimizer.plan.reference_bytes
@@ -49,7 +48,7 @@ class Log:
 
 
 def draw(path: Path, steps: int = STEPS) -> None:
-    """Train twice, then draw; ``steps`` is for those who only want to see that it draws."""
+    """Train twice, then draw. Tests pass fewer ``steps``."""
     torch.set_num_threads(1)  # small products: more threads only wait for each other
     corpus = corpora.load()
     plain = [loss for _, loss, _, _ in train(corpus, _adamw32, seed=0, steps=steps)]
@@ -62,7 +61,7 @@ def _adamw32(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def _budgeted(corpus: Corpus, steps: int) -> Log:
     def ours(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=BUDGET, warmup=_at(WARMUP, steps), quiet=True)
+        return baoc.BAOC(model, lr=LR, weight_decay=DECAY, memory=BUDGET, verbose=False)
 
     log = Log()
     for step, loss, _, optimizer in train(corpus, ours, seed=0, steps=steps):
@@ -74,7 +73,7 @@ def _budgeted(corpus: Corpus, steps: int) -> Log:
 
 
 def _at(step: int, steps: int) -> int:
-    """The same place of a shorter run."""
+    """Return the corresponding step of a shorter run."""
     return max(1, step * steps // STEPS)
 
 
@@ -88,14 +87,10 @@ def _picture(plain: Sequence[float], log: Log, path: Path) -> None:
             bare(axes)
             axes.grid(visible=False, axis="x")
             axes.set_xlim(1, steps)
-            for at in (WARMUP, SHRUNK):
-                axes.axvline(_at(at, steps), color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
+            axes.axvline(_at(SHRUNK, steps), color=INK, linewidth=0.9, linestyle=(0, (2, 2)))
         top = above.get_ylim()[1]
-        for at, text in (
-            (WARMUP, "the warm-up ends:\nplan, state moves over"),
-            (SHRUNK, f"replan(memory={LATER:g}):\nstate moves over again"),
-        ):
-            above.text(_at(at, steps) + steps / 100, top, text, va="top", size=9.5)
+        text = f"replan(memory={LATER:g}):\nstate is migrated"
+        above.text(_at(SHRUNK, steps) + steps / 100, top, text, va="top", size=9.5)
         below.set_xlabel("step")
 
 
@@ -113,10 +108,10 @@ def _losses(axes: Any, plain: Sequence[float], log: Log) -> None:
 def _state(axes: Any, log: Log) -> None:
     steps = range(1, len(log.losses) + 1)
     ranked = sorted(log.configurations.values(), key=lambda each: (each.mechanism_name, -each.state_bytes((512, 512))))
-    colour = {**colours(ranked), _OF_SAMPLES: SAMPLES}
+    colour = colours(ranked)
     names = list(colour)
     curves = [[held.get(name, 0) / _KIB for held in log.held] for name in names]
-    labels = [name if any(curve) else f"{name}, which holds nothing" for name, curve in zip(names, curves)]
+    labels = [name if any(curve) else f"{name}, no state" for name, curve in zip(names, curves)]
     axes.stackplot(steps, curves, labels=labels, colors=[colour[name] for name in names], step="post", linewidth=0)
     budget = [BUDGET if step <= _at(SHRUNK, len(steps)) else LATER for step in steps]
     axes.plot(

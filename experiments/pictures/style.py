@@ -14,7 +14,6 @@ import baoc
 
 INK, MUTED, LINE, GROUND = "#1c1f24", "#626a75", "#dfe1e5", "#ffffff"
 PLAIN = "#8a929c"  # AdamW32, which all are compared with
-SAMPLES = "#c9ced6"
 _WEAKEST, _SPAN = 0.42, 0.54  # how much of its hue a colour has, as in the page's light theme
 
 
@@ -80,7 +79,7 @@ def ink_on(colour: str) -> str:
 
 def _hues() -> tuple[dict[str, str], Iterator[str]]:
     """The explorer page's, from where they are written down: by mechanism, and those for all others."""
-    script = (resources.files("baoc.report") / "page" / "draw.js").read_text(encoding="utf-8")
+    script = (resources.files("baoc.tools.report") / "page" / "draw.js").read_text(encoding="utf-8")
     named, others = (re.search(rf"const {name} = (.*?);", script, re.DOTALL) for name in ("HUES", "SPARE"))
     assert named and others
     return dict(re.findall(r'(\w+): "(#\w{6})"', named[1])), cycle(re.findall(r"#\w{6}", others[1]))

@@ -9,7 +9,7 @@ schedule (a short warm-up, then a cosine to a tenth), decay and clipping. Optimi
 
 Each finished run is a line of ``runs.jsonl`` in the output folder and is never repeated. A killed run goes on from its
 last checkpoint when the same command is given again. Every method's state dict resumes exactly, which
-``tests/test_methods.py`` holds them to; a checkpoint that cannot be loaded starts its run anew.
+``tests/experiments/test_methods.py`` holds them to; a checkpoint that cannot be loaded starts its run anew.
 """
 
 from experiments.runs.catalog import EXPERIMENTS, Experiment

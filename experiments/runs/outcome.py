@@ -8,9 +8,8 @@ from typing import Any, cast
 import torch
 
 import baoc
-from experiments.runs import memory
 from experiments.runs.cell import Row
-from experiments.runs.running import Running
+from experiments.runs.running import Running, peak_kind
 from experiments.workloads import DatasetWorkload
 from experiments.workloads.base import HeldOut
 
@@ -37,7 +36,7 @@ def _measured(running: Running) -> Row:
         "reference_bytes": baoc.Plan.uniform("adamw-16", shapes).state_bytes,
         "parameters": sum(math.prod(shape) for shape in shapes.values()),
         "peak_bytes": record.peak,
-        "peak_kind": memory.kind(running.device),
+        "peak_kind": peak_kind(running.device),
         "plan": _plan(optimizer.plan) if isinstance(optimizer, baoc.BlockOptimizer) else None,
         "resumed": record.resumed,
         "torch": torch.__version__,

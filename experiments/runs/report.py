@@ -1,13 +1,17 @@
-"""The files with an experiment's results."""
+"""The files with an experiment's results: tables, the overview, the choices of plans, and figures."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.runs import choices, figures, overview, page, tables
+from baoc import parse
+from experiments.runs import figures, markdown, page, tables
 from experiments.runs.catalog import Experiment
 from experiments.runs.store import Store, StoreError
-from experiments.runs.summary import summarise
+from experiments.runs.summary import Line, summarise
+from experiments.runs.tables import COLUMNS, EDGE
 
 
 def write(store: Store, experiment: Experiment) -> list[Path]:
@@ -18,8 +22,8 @@ def write(store: Store, experiment: Experiment) -> list[Path]:
     texts = {
         "table.md": tables.text(experiment.title, experiment.columns, results),
         "table.csv": tables.as_csv(results),
-        "overview.md": overview.text(experiment.title, results),
-        "choices.md": choices.text(results),
+        "overview.md": overview(experiment.title, results),
+        "choices.md": choices(results),
     }
     written = [page.write(store, experiment)] if experiment.one_lr else []
     for name, text in texts.items():
@@ -31,3 +35,85 @@ def write(store: Store, experiment: Experiment) -> list[Path]:
         figures.draw(experiment.figure, results, path)
         written.append(path)
     return written
+
+
+_ABOUT_OVERVIEW = (
+    "Test score (for accuracies higher is better, else lower), in brackets its difference to AdamW32's seed by seed\n"
+    "(points for accuracies, else percent), then the state held in percent of AdamW16's."
+)
+
+
+def overview(title: str, results: Mapping[str, Sequence[Line]]) -> str:
+    """Return all methods on all workloads in one small table, with the workloads side by side."""
+    by_label: dict[str, dict[str, Line]] = {}
+    for workload, lines in results.items():
+        for line in lines:
+            by_label.setdefault(line["label"], {})[workload] = line
+    rows = [
+        [label, *(_overview_cell(found[workload]) if workload in found else "" for workload in results)]
+        for label, found in by_label.items()
+    ]
+    table = markdown.table(["Method", *results], rows)
+    return "\n".join([f"# {title}", "", _ABOUT_OVERVIEW, "", *table, ""])
+
+
+def _overview_cell(line: Line) -> str:
+    test, share, against = (COLUMNS[name].spread(line) for name in ("test", "share", "against"))
+    if test is None or share is None:
+        return "does not fit" if line.failure else "diverged"
+    difference = f" ({against.mean:+.1f} ± {against.std or 0.0:.1f})" if against is not None else ""
+    return f"{test.mean:.3g}{difference}, {share.mean:.0f}%{EDGE if line.at_edge else ''}"
+
+
+def choices(results: Mapping[str, Sequence[Line]]) -> str | None:
+    """Return tables of what methods with a budget chose on every workload; ``None`` if no method had one."""
+    parts = []
+    for workload, lines in results.items():
+        planned = [line for line in lines if "@" in line["method"] and _plans(line)]
+        if planned:
+            parts += ["", f"## {workload}", "", *_shares_table(planned)]
+            for line in planned:
+                parts += ["", f"### {line['label']}", "", *_blocks_table(line)]
+    if not parts:
+        return None
+    about = "Percent of the parameters, mean over seeds; then the blocks of each seed, with what they got."
+    return "\n".join(["# Choices", "", about, *parts, ""])
+
+
+def shares(line: Line) -> dict[str, float]:
+    """Which share of the parameters a configuration got, mean over seeds, the largest first."""
+    plans = _plans(line)
+    total: Counter[str] = Counter()
+    for plan in plans.values():
+        for configuration, share in plan["shares"].items():
+            total[parse(configuration).alias] += share / len(plans)
+    return dict(total.most_common())
+
+
+def _shares_table(lines: Sequence[Line]) -> list[str]:
+    by_line = [shares(line) for line in lines]
+    names = dict.fromkeys(name for found in by_line for name in found)
+    header = ["Method", *names]
+    rows = [
+        [str(line["label"]), *(f"{100 * found[name]:.1f}" if name in found else "" for name in names)]
+        for line, found in zip(lines, by_line)
+    ]
+    return markdown.table(header, rows)
+
+
+def _blocks_table(line: Line) -> list[str]:
+    """Seeds that cut the model alike share their rows."""
+    plans = _plans(line)
+    cuts: dict[tuple[str, ...], list[int]] = {}
+    for seed, plan in plans.items():
+        cuts.setdefault(tuple(plan["blocks"]), []).append(seed)
+    rows = []
+    for blocks, seeds in cuts.items():
+        for block in blocks:
+            chosen = dict.fromkeys(parse(plans[seed]["blocks"][block]).alias for seed in seeds)
+            rows.append([", ".join(map(str, seeds)), f"`{block}`", " or ".join(chosen)])
+    return markdown.table(["Seeds", "Block", "Configuration"], rows)
+
+
+def _plans(line: Line) -> dict[int, dict[str, dict[str, object]]]:
+    return {row["seed"]: row["plan"] for row in line.trained if row["plan"]}

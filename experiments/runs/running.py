@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ import torch
 from torch import nn
 
 import baoc
-from experiments import methods
+from experiments import methods, process
 from experiments.methods import Method
-from experiments.runs import memory
 from experiments.runs.cell import Cell
 from experiments.tiny_gpt import cosine_with_warmup
 from experiments.workloads import Batch, Workload
@@ -47,7 +47,7 @@ class Running:
 
     def __init__(self, cell: Cell, workload: Workload, method: Method, device: torch.device) -> None:
         self.cell, self.workload, self.device = cell, workload, device
-        memory.start(device)
+        forget_peak(device)
         torch.manual_seed(cell.seed)  # dropout
         self.model: nn.Module = workload.build(seed=cell.seed, device=str(device))
         settings = methods.Settings(
@@ -80,7 +80,7 @@ class Running:
 
     def _look(self) -> None:
         self.record.largest_state = max(self.record.largest_state, baoc.state_bytes(self.optimizer))
-        peak = memory.peak(self.device)
+        peak = peak_bytes(self.device)
         self.record.peak = peak if self.record.peak is None else max(self.record.peak, peak or 0)
 
     def _now(self) -> float:
@@ -133,3 +133,32 @@ def _share_of(steps: int, most: int) -> int:
     (30, 50, 1)
     """
     return max(1, min(most, steps // 10))
+
+
+# ---- peak memory: of the GPU where there is one, else of the whole process ----
+
+
+def forget_peak(device: torch.device) -> None:
+    """Forget the peaks of earlier runs."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):  # some containers forbid it; the peak is then that of all runs so far
+        process.forget_peak()
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Bytes, if this machine can tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        return process.peak_bytes()
+    except OSError:
+        return None
+
+
+def peak_kind(device: torch.device) -> str | None:
+    """What :func:`peak_bytes` counts."""
+    if device.type == "cuda":
+        return "torch.cuda.max_memory_allocated"
+    return None if peak_bytes(device) is None else "VmHWM of the process"

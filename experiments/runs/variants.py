@@ -1,4 +1,4 @@
-"""BAOC with one setting changed at a time, by name. Most settings are of the paper's space."""
+"""BAOC with one setting of its planner changed at a time, by name. Most settings are of the paper's planner."""
 
 from __future__ import annotations
 
@@ -8,44 +8,54 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import baoc
+from baoc import EffectPlanner, PaperPlanner
 from baoc.core.configuration import Configuration
 from baoc.core.plan import Plan
-from baoc.planning.risk import Anchors
+from baoc.planners.base import Planner
+from baoc.planners.paper.risk import Anchors
 from experiments import methods
 from experiments.methods import Method, Settings, budgeted
+from experiments.methods.budgeted import Change
 from experiments.runs.cell import RunError
 
 REPLANS = 4
-"""How often the online variants plan anew in a run."""
+"""How often the online variants plan again in a run."""
 
 
 class Restarting(baoc.BAOC):
-    """Forgets its state whenever it plans anew. The first plan, after the warm-up, inherits as it always does."""
+    """Restarts its state whenever its plan changes. The first plan, after the warm-up, inherits as usual."""
 
     def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
-        """As in BAOC, which comes here with every plan that it makes."""
+        """As in BAOC, which calls it with every plan that differs from the last."""
         has_planned = bool(self.plan.settings.get("warmup_steps"))
         super().set_plan(plan, inherit=inherit and not has_planned)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is changed of BAOC's arguments, which may depend on the run's settings."""
+    """A change of the planner, and the class of the optimizer."""
 
-    changed: Callable[[Settings], Mapping[str, Any]]
+    change: Change
     kind: type[baoc.BAOC] = baoc.BAOC
 
 
-def _with(**arguments: Any) -> Variant:
-    return Variant(lambda settings: arguments)
+def _with(**fields: Any) -> Variant:
+    return _changed(lambda settings: fields)
+
+
+def _changed(fields: Callable[[Settings], Mapping[str, Any]], kind: type[baoc.BAOC] = baoc.BAOC) -> Variant:
+    def change(planner: Planner, settings: Settings) -> Planner:
+        return replace(planner, **fields(settings))  # type: ignore[type-var]
+
+    return Variant(change, kind)
 
 
 def _warmup(factor: float) -> Variant:
-    return Variant(lambda settings: {"warmup": max(1, round(factor * settings.warmup))})
+    return _changed(lambda settings: {"warmup": max(1, round(factor * settings.warmup))})
 
 
 def _replanning(kind: type[baoc.BAOC] = baoc.BAOC) -> Variant:
-    return Variant(lambda settings: {"replan_every": max(1, settings.steps // (REPLANS + 1))}, kind)
+    return _changed(lambda settings: {"replan_every": max(1, settings.steps // (REPLANS + 1))}, kind)
 
 
 DIAGNOSTICS: dict[str, Variant] = {
@@ -54,16 +64,16 @@ DIAGNOSTICS: dict[str, Variant] = {
     **{f"gamma {gamma:g}": _with(gamma=gamma) for gamma in (0.5, 0.9)},
     "warm-up x0.5": _warmup(0.5),
     "warm-up x2": _warmup(2.0),
-    "warm-up on AdamW16": _with(warmup_base="adamw-16"),
-    "lr as given": _with(lr_match="none"),
+    "warm-up within the budget": _with(warmup_base="budget"),
+    "matched lr": _with(lr_match=True),
     "repaired risk": _with(risk="update"),
-    "measured effects": _with(space="measured"),
+    "measured effects": Variant(lambda planner, settings: EffectPlanner()),
     "time 1.0": _with(time=1.0),
     "any time": _with(time=math.inf),
     "no SGD": _with(forbid="sgd*"),
     "prefers AdamW": _with(prefer="adamw*"),
 }
-"""The paper's appendix (anchors, samples, gamma, preferences, no SGD), and what else we settled differently."""
+"""The paper's appendix (anchors, samples, gamma, preferences, no SGD), and what the paper leaves open."""
 
 PARTITION: dict[str, Variant] = {
     **{f"by {name}": _with(granularity=name) for name in ("tensor", "module", "layer")},
@@ -80,18 +90,23 @@ ONLINE: dict[str, Variant] = {
 
 VARIANTS: dict[str, Variant] = {**DIAGNOSTICS, **PARTITION, **ONLINE}
 
-
-_FAMILIES = {"baoc": budgeted.baoc_at, "baoc-paper": budgeted.baoc_paper_at}
+_FAMILIES: dict[str, tuple[Callable[..., Method], type[EffectPlanner | PaperPlanner]]] = {
+    "baoc": (budgeted.baoc_at, EffectPlanner),
+    "baoc-paper": (budgeted.baoc_paper_at, PaperPlanner),
+}
 
 
 def method_of(name: str, variant: str = "") -> Method:
-    """A method, or BAOC with a variant.
+    """Return a method, or BAOC with a variant.
+
+    Raises:
+        RunError: the method is not BAOC, or its planner does not have that setting.
 
     >>> method_of("baoc-paper@0.5", "gamma 0.9").label
-    "the paper's BAOC 0.5, gamma 0.9"
+    "paper's BAOC 0.5, gamma 0.9"
     >>> method_of("muon", "gamma 0.9")
     Traceback (most recent call last):
-    experiments.runs.cell.RunError: 'muon' has no variant 'gamma 0.9': this experiment changes settings of BAOC. Write baoc@0.5, or another share.
+    experiments.runs.cell.RunError: 'muon' has no variant 'gamma 0.9': variants change settings of BAOC. Write baoc-paper@0.5, or another share.
     """  # noqa: E501
     method = methods.get(name)
     if not variant:
@@ -99,8 +114,12 @@ def method_of(name: str, variant: str = "") -> Method:
     family, _, share = method.name.partition("@")
     if family not in _FAMILIES:
         raise RunError(
-            f"{name!r} has no variant {variant!r}: this experiment changes settings of BAOC. "
-            "Write baoc@0.5, or another share."
+            f"{name!r} has no variant {variant!r}: variants change settings of BAOC. Write baoc-paper@0.5, or another "
+            "share."
         )
-    found = VARIANTS[variant]
-    return replace(_FAMILIES[family](float(share), found.kind, found.changed), label=f"{method.label}, {variant}")
+    found, (make, planner) = VARIANTS[variant], _FAMILIES[family]
+    try:
+        found.change(planner(), Settings())
+    except TypeError:
+        raise RunError(f"{name!r} has no variant {variant!r}: {planner.__name__} does not have that setting.") from None
+    return replace(make(float(share), found.change, found.kind), label=f"{method.label}, {variant}")

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 from functools import partial
 
-from baoc.cli.common import at_least
+from baoc.tools.cli.common import at_least
 from experiments.workloads.base import Options
 
 

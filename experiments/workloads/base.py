@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from baoc.models import ModelError
+from baoc.tools.models import ModelError
 
 Batch = dict[str, Tensor]
 """Tensors on the CPU, each with the examples along its first dimension."""

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from baoc.models import MODELS
+from baoc.tools.models import MODELS
 from experiments.packages import need
 from experiments.workloads.language import CausalWorkload, LanguageSize
 from experiments.workloads.tokens import TRAINED_SIZE

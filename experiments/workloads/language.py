@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baoc.models.resolve import explained
+from baoc.tools.models.resolve import explained
 from experiments.packages import need
 from experiments.workloads import text, tokens
 from experiments.workloads.base import PERPLEXITY, Batch, Options, Split, WorkloadError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from baoc.models import MODELS
+from baoc.tools.models import MODELS
 from experiments.packages import need
 from experiments.workloads.language import CausalWorkload, LanguageSize
 from experiments.workloads.tokens import TRAINED_SIZE

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from baoc.core.text import human_count, table
-from baoc.models.resolve import explained, importable, load_file
+from baoc.tools.models.resolve import explained, importable, load_file
 from experiments.workloads import fine_tuning, gpt, llama, t5, unet, vit
 from experiments.workloads.base import Options, Workload, WorkloadError
 from experiments.workloads.sources import presence

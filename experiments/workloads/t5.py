@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import nn
 
-from baoc.models import MODELS
+from baoc.tools.models import MODELS
 from experiments.packages import need
 from experiments.workloads.base import Batch
 from experiments.workloads.language import IGNORED, LanguageSize, LanguageWorkload

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baoc.models.resolve import explained
+from baoc.tools.models.resolve import explained
 from experiments.packages import need
 from experiments.workloads.base import WorkloadError
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baoc.models import MODELS
-from baoc.models.resolve import explained
+from baoc.tools.models import MODELS
+from baoc.tools.models.resolve import explained
 from experiments.packages import need
 from experiments.workloads import images
 from experiments.workloads.base import LOSS, Batch, Options, Split

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from baoc.models import MODELS, ViT
-from baoc.models.resolve import explained
+from baoc.tools.models import MODELS, ViT
+from baoc.tools.models.resolve import explained
 from experiments.workloads import images
 from experiments.workloads.base import ACCURACY, Batch, Split
 from experiments.workloads.family import FamilyWorkload, Size

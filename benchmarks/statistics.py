@@ -1,12 +1,11 @@
-"""What a warm-up costs: sampling at every step, what the samples hold, and the planning at its end.
+"""What the paper's warm-up costs: sampling at every step, the memory of the samples, and planning at the end.
 
-    python -m benchmarks.profile [--quick] [--json]
+    python -m benchmarks.statistics [--quick] [--json]
 
 Sampling is timed on GPT2-small with random weights (fp32, 1 x 128 random tokens), beside the forward and backward pass
 of the same round and with a cold cache, as it is in training. A time is the median of all rounds, with the quartiles.
-The end of the warm-up is what `BAOC` does after its last sampled step, up to the plan: for GPT2-small from those
-samples, for Llama-3.2-1B from synthetic ones at the coordinates that a sampler would follow, since a model of its size
-is not needed for them.
+The end of the warm-up is everything between the last sampled step and the plan. GPT2-small uses those samples.
+Llama-3.2-1B uses synthetic ones, as many and on the same grids as a sampler's, so the model itself is not needed.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from baoc.core.spec import DEFAULT_BETAS, Hyper, Shape
+from baoc import Budget, ModelFacts, PaperPlanner
+from baoc.core.spec import DEFAULT_BETAS, Shape
 from baoc.core.text import human_bytes
-from baoc.models import MODELS
-from baoc.planning import cost, partition, planner
-from baoc.planning.estimate import trainable_shapes
-from baoc.planning.planner import Planner
-from baoc.planning.settings import Settings
-from baoc.profiling.coordinates import RATIO, draw
-from baoc.profiling.profile import Profile, TensorRecord
-from baoc.profiling.sampling import Sampler
+from baoc.planners import cost
+from baoc.planners.paper import problem, units
+from baoc.planners.paper.coordinates import RATIO, draw
+from baoc.planners.paper.problem import PaperProblem
+from baoc.planners.paper.sampling import Sampler
+from baoc.planners.paper.statistics import GradientStatistics, TensorRecord
+from baoc.tools.estimate import trainable_shapes
+from baoc.tools.models import MODELS
 from benchmarks.machine import OtherLoad, describe
 from benchmarks.timing import paired_ratio, spread, timed
 
@@ -67,11 +67,11 @@ def run(quick: bool = False) -> Result:
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     samplers = {ratio: Sampler(params, ratio=ratio) for ratio in RATIOS}
     passes, observing = _time_sampling(model, params, samplers, rounds=4 if quick else 15)
-    profile = Profile.from_sampler(samplers[RATIO], params)
+    statistics = GradientStatistics.from_sampler(samplers[RATIO], params)
     repeats = 2 if quick else 4
     ends = [
-        *_time_ends(GPT2, profile, repeats, synthetic=False),
-        *_time_ends(LLAMA, synthetic_profile(_shapes(LLAMA)), repeats, synthetic=True),
+        *_time_ends(GPT2, statistics, repeats, synthetic=False),
+        *_time_ends(LLAMA, synthetic_statistics(_shapes(LLAMA)), repeats, synthetic=True),
     ]
     parameter_bytes = sum(param.numel() * param.element_size() for param in params.values())
     sampling = [
@@ -99,11 +99,11 @@ def run(quick: bool = False) -> Result:
     }
 
 
-def synthetic_profile(shapes: Mapping[str, Shape], seed: int = 0) -> Profile:
-    """A profile of its true size without a model: random moments, as many and on the same grids as a sampler's.
+def synthetic_statistics(shapes: Mapping[str, Shape], seed: int = 0) -> GradientStatistics:
+    """Return statistics without a model: random moments, as many and on the same grids as a sampler's.
 
-    >>> profile = synthetic_profile({"weight": (1000, 1000)})
-    >>> len(profile.records["weight"].second), len(profile.records["weight"].dots)
+    >>> statistics = synthetic_statistics({"weight": (1000, 1000)})
+    >>> len(statistics.records["weight"].second), len(statistics.records["weight"].dots)
     (1000, 50)
     """
     generator, luck = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
@@ -122,7 +122,7 @@ def synthetic_profile(shapes: Mapping[str, Shape], seed: int = 0) -> Profile:
             dots=luck.uniform(0, 0.8) * squares,
             squares=squares,
         )
-    return Profile(records, WARMUP, 0, seed, RATIO, DEFAULT_BETAS)
+    return GradientStatistics(records, WARMUP, 0, seed, RATIO, DEFAULT_BETAS, ModelFacts(shapes))
 
 
 def table(result: Result) -> str:
@@ -186,22 +186,22 @@ def _time_sampling(
     return passes, observing
 
 
-def _time_ends(name: str, profile: Profile, repeats: int, *, synthetic: bool) -> list[Row]:
+def _time_ends(name: str, statistics: GradientStatistics, repeats: int, *, synthetic: bool) -> list[Row]:
     """One row for the first end of a warm-up in this process, and one of medians for those after it."""
-    runs = [_time_end(profile) for _ in range(repeats + 1)]
+    runs = [_time_end(statistics) for _ in range(repeats + 1)]
     later = {key: float(np.median([run[key] for run in runs[1:]])) for key in (*STAGES, "total")}
     common = {"model": name, "synthetic": synthetic, "blocks": runs[0]["blocks"]}
     return [{**common, "run": "first", **runs[0]}, {**common, "run": "cached", **later}]
 
 
-def _time_end(profile: Profile) -> dict[str, Any]:
-    """Seconds of every stage from a profile to a plan in the paper's space, where gradients decide; ours needs less."""
+def _time_end(statistics: GradientStatistics) -> dict[str, Any]:
+    """Return the seconds of every stage from statistics to the paper's plan."""
     spent = dict.fromkeys(STAGES, 0.0)
     with _clocked(spent):
         began = time.perf_counter()
-        ready = Planner(profile.shapes, profile, Hyper(lr=1e-3, weight_decay=0.01), Settings(space="paper"))
+        ready = PaperProblem(PaperPlanner(), statistics.model, statistics)
         spent[_RISKS] = time.perf_counter() - began - math.fsum(spent.values())
-        plan = ready.plan()
+        plan = ready.plan(Budget(0.5))
         total = time.perf_counter() - began
         spent[_REST] = total - math.fsum(spent.values())
     return {**spent, "total": total, "blocks": len(plan.blocks)}
@@ -222,12 +222,12 @@ def _clocked(spent: dict[str, float]) -> Iterator[None]:
         return run
 
     places = (
-        (planner, "unit_vectors", _METRICS),
-        (partition, "structural_units", _PARTITION),
-        (partition, "refine", _PARTITION),
+        (problem, "diagnostics_of", _METRICS),
+        (units, "structural_units", _PARTITION),
+        (problem, "refine", _PARTITION),
         (cost, "memory", _MEMORY),
         (cost, "update_ratios", _TIMES),
-        (planner, "solve", _SOLVE),
+        (problem, "solve", _SOLVE),
     )
     with ExitStack() as stack:
         for owner, name, stage in places:

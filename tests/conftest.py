@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-from tests.tiny_workload import WORKLOAD
 
 # Tests run side by side on few cores. Set before any fixture runs: sums of fp32 numbers depend on the threads.
 torch.set_num_threads(1)
@@ -23,11 +20,3 @@ def without_compiling() -> Iterator[None]:
     """Torchao compiles for each shape, which would take most of the time."""
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> str:
-    """A person's own workload, in a file."""
-    path = tmp_path / "tiny.py"
-    path.write_text(WORKLOAD)
-    return str(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,19 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from baoc import BAOC, lay_out_for, state_bytes
+from baoc import BAOC, EffectPlanner, PaperPlanner, prepare_for_load, state_bytes
 from baoc.core.sharding import local
 from tests.ranks import together
 from tests.training import assert_same
 
-BATCH, LENGTH, WORDS, WIDTH = 6, 16, 101, 48
+BATCH, LENGTH, WORDS, WIDTH = 12, 16, 101, 48
 WARMUP = 3
+PAPER = PaperPlanner(warmup=WARMUP)
 SETTINGS: dict[str, dict[str, Any]] = {
-    "measured": {"memory": 0.3},
-    "replanned": {"memory": 0.5, "replan_every": 2},
-    "paper": {"memory": 0.5, "space": "paper"},
+    "effects": {"memory": 0.3},
+    "effects, replanned": {"memory": 0.5, "planner": EffectPlanner(replan_every=2)},
+    "paper": {"memory": 0.5, "planner": PAPER},
+    "paper, replanned": {"memory": 0.5, "planner": PaperPlanner(warmup=WARMUP, replan_every=2)},
 }
 RANKS = (1, 2, 3)
 
@@ -55,15 +58,20 @@ class Net(nn.Module):
         return self.head(x) * self.gain
 
 
-def built(ranks: int, **settings: Any) -> tuple[nn.Module, BAOC]:
-    """One rank is a plain model."""
+def built(ranks: int, replicas: int = 1, **settings: Any) -> tuple[nn.Module, BAOC]:
+    """One rank is a plain model; with several replicas it is HSDP."""
     model = Net()
     if ranks > 1:
-        mesh = init_device_mesh("cpu", (ranks,))
+        names = ("replicate", "shard")
+        mesh = (
+            init_device_mesh("cpu", (ranks,))
+            if replicas == 1
+            else init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=names)
+        )
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    return model, BAOC(model, lr=3e-3, warmup=WARMUP, **settings)
+    return model, BAOC(model, lr=3e-3, verbose=False, **settings)
 
 
 def train(model: nn.Module, optimizer: BAOC, steps: range, rank: int, ranks: int) -> None:
@@ -88,7 +96,7 @@ def weights(model: nn.Module) -> dict[str, Any]:
 
 def held_bytes(optimizer: BAOC) -> int:
     """Of all but samples, on this rank."""
-    states = [state for param, state in optimizer.state.items()]
+    states = optimizer.state.values()
     tensors = [local(value) for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -99,11 +107,11 @@ def trained(rank: int, ranks: int) -> dict[str, Any]:
         model, optimizer = built(ranks, **settings)
         before = optimizer.plan
         train(model, optimizer, range(6), rank, ranks)
-        profile = optimizer.profile if optimizer.has_profile else None
+        statistics = optimizer.statistics if isinstance(settings.get("planner"), PaperPlanner) else None
         found[name] = {
             "first plan": before.to_json(),
             "plan": optimizer.plan,
-            "samples": None if profile is None else {key: each.second for key, each in profile.records.items()},
+            "samples": statistics and {key: each.second for key, each in statistics.records.items()},
             "facts": optimizer._facts,
             "weights": weights(model),
             "held": held_bytes(optimizer),
@@ -143,6 +151,25 @@ def test_a_rank_holds_what_the_plan_says(ranks, outcomes):
         assert "on a rank" in str(found["plan"])
 
 
+def trained_in_replicas(rank: int) -> dict[str, Any]:
+    found = {}
+    for name, settings in SETTINGS.items():
+        model, optimizer = built(4, replicas=2, **settings)
+        train(model, optimizer, range(WARMUP + 2), rank, 4)
+        found[name] = {"plan": optimizer.plan, "weights": weights(model), "held": held_bytes(optimizer)}
+    return found
+
+
+@pytest.mark.xdist_group("ranks")
+def test_replicas_of_shards_agree(tmp_path):
+    first, *others = together(trained_in_replicas, 4, tmp_path)
+    for name, found in first.items():
+        assert found["plan"].state_bytes_per_rank == found["held"]
+        for other in others:
+            assert other[name]["plan"] == found["plan"]
+            assert_same(other[name]["weights"], found["weights"], name)
+
+
 def budgeted(rank: int) -> dict[str, Any]:
     found = {}
     for memory in ("20KiB", "20KiB/rank"):
@@ -164,22 +191,23 @@ def content_of(model: nn.Module, optimizer: BAOC, options: StateDictOptions) -> 
     return {"model": get_model_state_dict(model), "optimizer": optimizer_state}
 
 
+PLANNERS: dict[str, Any] = {"effects": EffectPlanner(), "paper": PAPER}
 CHECKPOINTS = {  # in the warm-up and after it: how many steps
     2: StateDictOptions(flatten_optimizer_state_dict=True),
     4: StateDictOptions(flatten_optimizer_state_dict=False),
 }
 
 
-def saved(rank: int, ranks: int, folder: Path) -> dict[int, Any]:
+def saved(rank: int, ranks: int, folder: Path) -> dict[Any, Any]:
     """How things stood two steps after each checkpoint."""
     found = {}
-    for steps, options in CHECKPOINTS.items():
-        model, optimizer = built(ranks, memory=0.5, space="paper")
+    for name, steps in itertools.product(PLANNERS, CHECKPOINTS):
+        model, optimizer = built(ranks, memory=0.5, planner=PLANNERS[name])
         train(model, optimizer, range(steps), rank, ranks)
-        content = content_of(model, optimizer, options)
-        dcp.save(content, checkpoint_id=folder / f"{ranks}-{steps}", no_dist=ranks == 1)
+        content = content_of(model, optimizer, CHECKPOINTS[steps])
+        dcp.save(content, checkpoint_id=folder / f"{ranks}-{name}-{steps}", no_dist=ranks == 1)
         train(model, optimizer, range(steps, steps + 2), rank, ranks)
-        found[steps] = weights(model), optimizer.plan
+        found[name, steps] = weights(model), optimizer.plan
     return found
 
 
@@ -189,16 +217,16 @@ RESUMED = {1: (3,), 2: (1, 2), 3: (2,)}  # whose checkpoints each number of rank
 def resumed(rank: int, ranks: int, folder: Path) -> dict[Any, Any]:
     found = {}
     for others in RESUMED[ranks]:
-        for steps, options in CHECKPOINTS.items():
-            path = folder / f"{others}-{steps}"
-            model, optimizer = built(ranks, memory=0.5, space="paper")
-            lay_out_for(optimizer, path)
+        for name, steps in itertools.product(PLANNERS, CHECKPOINTS):
+            path, options = folder / f"{others}-{name}-{steps}", CHECKPOINTS[steps]
+            model, optimizer = built(ranks, memory=0.5, planner=PLANNERS[name])
+            prepare_for_load(optimizer, path)
             content = content_of(model, optimizer, options)
             dcp.load(content, checkpoint_id=path, no_dist=ranks == 1)
             set_model_state_dict(model, content["model"])
             set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options)
             train(model, optimizer, range(steps, steps + 2), rank, ranks)
-            found[others, steps] = weights(model), optimizer.plan
+            found[others, name, steps] = weights(model), optimizer.plan
     return found
 
 
@@ -211,9 +239,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
 
     before = {ranks: on(ranks, saved) for ranks in RANKS}
     for ranks in RANKS:
-        for (others, steps), (found, plan) in on(ranks, resumed).items():
-            expected, expected_plan = before[others][steps]
-            what = f"{others} to {ranks} ranks after {steps} steps"
+        for (others, name, steps), (found, plan) in on(ranks, resumed).items():
+            expected, expected_plan = before[others][name, steps]
+            what = f"{name}, {others} to {ranks} ranks after {steps} steps"
             if others == ranks:
                 assert plan == expected_plan, what
                 assert_same(found, expected, what)

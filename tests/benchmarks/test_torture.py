@@ -1,0 +1,52 @@
+"""The short form of ``python -m benchmarks.torture``."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+import baoc
+from benchmarks.torture import interrupt, mutate
+
+
+@pytest.mark.parametrize("kind", mutate.TARGETS)
+def test_damaged_files_are_refused_or_harmless(kind, caplog):
+    caplog.set_level(logging.CRITICAL, logger="baoc")
+    found = mutate.run(60, seed=0, names=[kind])
+    assert found[f"{kind}: findings"] == []
+    assert found[kind]["refused"] and found[kind]["harmless"]
+
+
+def test_killed_runs_end_as_if_they_were_not():
+    """In a process of its own: it forks, which other tests' threads would not survive."""
+    scenarios = ("effects, replan", "2 ranks")
+    command = [sys.executable, "-m", "benchmarks.torture", "kill", "--times", "4", "--only", *scenarios]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kills: 4" in done.stdout and "different: 0" in done.stdout
+
+
+@pytest.mark.parametrize("action", interrupt.ACTIONS)
+def test_an_interrupted_action_leaves_a_usable_optimizer(action):
+    found = interrupt.run(2 * len(interrupt.PLANNERS), seed=0, names=[action])
+    assert found["findings"] == [] and found["lines"]
+
+
+def test_an_interrupt_is_raised_at_the_line_that_was_drawn():
+    baoc.parse("adamw-8").state_bytes((64, 64))  # fills caches
+    with interrupt.Interrupt() as counted:
+        baoc.parse("adamw-8").state_bytes((64, 64))
+    with interrupt.Interrupt(at=counted.lines - 1) as raised:
+        baoc.parse("adamw-8").state_bytes((64, 64))
+    assert raised.lines == counted.lines - 1 and raised.place and not counted.place
+
+
+def test_an_optimizer_that_loses_its_state_is_found(monkeypatch):
+    """The checks can fail."""
+    broken = interrupt.Action(lambda run: None, lambda run, _: run.optimizer.state.clear())
+    monkeypatch.setitem(interrupt.ACTIONS, "broken", broken)
+    monkeypatch.setattr(interrupt, "PLANNERS", {"effects": interrupt.PLANNERS["effects"]})
+    assert interrupt.run(1, names=["broken"])["findings"]

@@ -1,0 +1,124 @@
+"""Facts about models: whether they were trained before, and how many tokens a step has."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from baoc import BAOC, BlockOptimizer, EffectPlanner, ModelFacts, PaperPlanner
+from baoc.planners.model_facts import TokenCounter
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 64, words: int = 200) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(words, width)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        words = torch.randint(200, (8, 16), generator=torch.Generator().manual_seed(step))
+        nn.functional.cross_entropy(model(words).flatten(0, 1), (words * 7 % 200).flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ---- the regime ----
+
+
+def test_trained_weights_are_told_from_fresh_ones() -> None:
+    model = Net()
+    assert ModelFacts.of(model).regime == "scratch" == ModelFacts.of(nn.Linear(64, 64)).regime
+    train(model, BlockOptimizer(model, lr=1e-2), 30)
+    assert ModelFacts.of(model).regime == "finetune"
+    plan = BAOC(model, verbose=False).plan
+    assert plan.settings["regime"] == "finetune" and "in fine-tuning" in str(plan)
+    forced = BAOC(model, planner=EffectPlanner(regime="scratch"), verbose=False).plan
+    assert forced.settings["regime"] == "scratch"
+
+
+def test_weights_on_the_meta_device_are_new() -> None:
+    with torch.device("meta"):
+        facts = ModelFacts.of(Net())
+    assert facts.regime == "scratch" and facts.shapes == ModelFacts.of(Net()).shapes
+
+
+@pytest.mark.parametrize("planner", [EffectPlanner(), PaperPlanner(warmup=30, time=100.0)], ids=["effects", "paper"])
+def test_a_resumed_run_stays_what_it_was(planner: EffectPlanner | PaperPlanner) -> None:
+    model = Net()
+    optimizer = BAOC(model, lr=1e-2, planner=planner, verbose=False)
+    train(model, optimizer, 20)
+    assert ModelFacts.of(model).regime == "finetune", "the test proves nothing"
+    resumed = BAOC(model, lr=1e-2, planner=planner, verbose=False)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.replan().settings["regime"] == "scratch"
+
+
+# ---- tokens ----
+
+
+def test_tokens_are_counted_once_and_the_hooks_are_gone() -> None:
+    model = Net()
+    optimizer = BAOC(model, memory=0.5, verbose=False)
+    assert optimizer.plan.settings["tokens"] == 4096
+    with torch.no_grad():
+        model(torch.zeros(7, 7, dtype=torch.long))  # an evaluation does not count
+    for _ in range(2):  # but both halves of an accumulated step do
+        model(torch.zeros(4, 16, dtype=torch.long)).sum().backward()
+    optimizer.step()
+    assert optimizer.replan().settings["tokens"] == 128
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_convolution_counts_its_pixels() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 96, 3), nn.Flatten(), nn.Linear(96 * 16, 10))
+    counter = TokenCounter(model)
+    model(torch.zeros(2, 3, 8, 8))
+    sizes = [64 * 27, 96 * 64 * 9]
+    assert counter.stop() == round((2 * 36 * sizes[0] + 2 * 16 * sizes[1]) / sum(sizes))
+
+
+def test_without_a_forward_pass_no_tokens_are_known() -> None:
+    assert TokenCounter(Net()).stop() is None
+    facts = ModelFacts.of(Net())
+    assert facts.with_tokens(None).tokens is None and facts.with_tokens(7).with_tokens(None).tokens == 7
+
+
+# ---- the file ----
+
+
+def test_facts_survive_a_file() -> None:
+    facts = dataclasses.replace(ModelFacts.of(Net()), tokens=77, regime="finetune")
+    read = ModelFacts.from_plain(json.loads(json.dumps(facts.plain())), facts.shapes)
+    assert read == facts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": 0},
+        {"tokens": 1.5},
+        {"operations_per_byte": 0},
+        {"operations_per_byte": math.inf},
+        {"regime": "pretrained"},
+        {"device": None},
+        {"roles": {"w": "nothing"}},
+    ],
+    ids=str,
+)
+def test_damaged_facts_are_refused(change: dict[str, object]) -> None:
+    facts = ModelFacts.of(Net())
+    with pytest.raises(ValueError):
+        ModelFacts.from_plain(facts.plain() | change, facts.shapes)

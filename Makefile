@@ -26,11 +26,11 @@ sanitize: $(VENV)/.dev
 	CFLAGS="$(SANITIZERS)" LDFLAGS="$(SANITIZERS)" $(BIN)/python setup.py --quiet build --build-lib build/sanitized \
 		--build-temp build/sanitized-objects
 	LD_PRELOAD="$$($${CC:-gcc} -print-file-name=libasan.so) $$($${CC:-gcc} -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized $(BIN)/python -m pytest tests/test_native.py -k "not install"
+		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitized $(BIN)/python -m pytest tests/optim/test_native.py -k "not install"
 
 # All that can be known of the GPU kernels without a GPU: some minutes, most of them compiling.
 gpu-check: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/test_triton.py
+	$(BIN)/python -m pytest tests/optim/test_triton.py tests/benchmarks/test_triton_kernels.py
 	$(BIN)/python -m benchmarks.triton_kernels --output docs/results/triton_kernels.md
 
 # What a release uploads, and whether an index would take it; see RELEASING.md.
@@ -61,7 +61,7 @@ $(VENV)/.core: pyproject.toml setup.py constraints.txt $(wildcard src/baoc/optim
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.core
-	$(PIP) --editable ".[plot]"
+	$(PIP) --editable ".[cli,plot]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.core

@@ -1,8 +1,7 @@
-"""What mkdocs does besides: parts of other files, links that leave the folder, and docstrings as Markdown.
+"""Hooks of mkdocs: include parts of other files, rewrite links that leave the folder, turn docstrings into Markdown.
 
-Files of the repository are read in their place: `README.md` gives the home page its first screen, and a link to
-`../src/baoc/core/plan.py` becomes one to a page with that file. A link to a file that is not there stays, and mkdocs
-warns of it.
+The home page includes the first part of `README.md`. A link to `../src/baoc/core/plan.py` becomes a link to a page with
+that file. A link to a missing file stays as it is, and mkdocs warns about it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-WHOLE = {"contributing.md": "CONTRIBUTING.md", "releasing.md": "RELEASING.md", "changelog.md": "CHANGELOG.md"}
+WHOLE = {f"{name}.md": f"{name.upper()}.md" for name in ("contributing", "releasing", "security", "changelog")}
 """Pages that are files of the repository."""
 _PART = re.compile(r"^<!-- from (\S+): (\S+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?P<lead>\]\(|<img[^>]* src=\")(?P<target>[^\s()\"#:]+)(?P<end>[)#\"])")
@@ -35,7 +34,7 @@ _TOGETHER = re.compile(r"^(?P<indent> +)(?P<names>\w+(?:, \w+)+): (?P<text>.*\n(
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add pages of files outside of the folder: those that are pages as they are, and those that are linked to."""
+    """Add pages for files outside of the folder: whole pages, and files that pages link to."""
     for page, path in WHOLE.items():
         files.append(File.generated(config, page, content=_relocated((ROOT / path).read_text(), path, page)))
     linked = {target for file in files.documentation_pages() for target in _outside(_text(file), _home(file.src_uri))}
@@ -48,7 +47,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put in what comes from elsewhere, with links that lead where they did."""
+    """Include parts of other files and rewrite links for their new place."""
     where = page.file.src_uri
     if where in WHOLE or where.startswith("source/"):
         return markdown
@@ -60,12 +59,12 @@ def _text(file: File) -> str:
 
 
 def _home(page: str) -> str:
-    """Where in the repository a page was written."""
+    """Return the path of a page's source in the repository."""
     return WHOLE.get(page, f"docs/{page}")
 
 
 def _with_parts(markdown: str) -> str:
-    """Instead of `<!-- from FILE: NAME -->`, what the file has between `<!-- NAME -->` and `<!-- end of NAME -->`."""
+    """Replace `<!-- from FILE: NAME -->` by the part of FILE from `<!-- NAME -->` to `<!-- end of NAME -->`."""
 
     def part(match: re.Match[str]) -> str:
         path, name = match.groups()
@@ -82,7 +81,7 @@ def _with_parts(markdown: str) -> str:
 
 
 def _relocated(markdown: str, home: str, page: str) -> str:
-    """A page's text with links as they are from its place in the site."""
+    """Return a page's text with links relative to its place in the site."""
 
     def moved(target: str) -> str:
         if target in WHOLE.values():
@@ -95,7 +94,7 @@ def _relocated(markdown: str, home: str, page: str) -> str:
 
 
 def _relinked(markdown: str, home: str, moved: Any) -> str:
-    """Links to files of the repository, each as ``moved`` has it; code and what is not there stay as they are."""
+    """Apply ``moved`` to all links to files of the repository, except in code and for missing files."""
     folder = posixpath.dirname(home)
 
     def link(match: re.Match[str]) -> str:
@@ -110,7 +109,7 @@ def _relinked(markdown: str, home: str, moved: Any) -> str:
 
 
 def _outside(markdown: str, home: str) -> set[str]:
-    """Files of the repository beyond the folder of documents that a text links to."""
+    """Return the files of the repository outside of ``docs`` that a text links to."""
     found: set[str] = set()
     _relinked(markdown, home, lambda target: found.add(target) or "")
     return {target for target in found if not target.startswith("docs/")}
@@ -124,14 +123,14 @@ def _source_page(path: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Roles become code, and examples become blocks of code."""
+    """Turn roles into code and examples into code blocks."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Defaults that have a name are shown as numbers."""
+        """Show the values of named constants as defaults."""
         for function in _functions(pkg):
             for parameter in function.parameters:
                 if isinstance(parameter.default, griffe.ExprName):
@@ -147,7 +146,7 @@ def _functions(inside: griffe.Object) -> Iterator[griffe.Function]:
 
 
 def _value(name: griffe.ExprName, pkg: griffe.Module) -> griffe.Expr | str:
-    """What stands behind a constant's name, where that is written out."""
+    """Return the value of a constant if its definition is a literal."""
     try:
         found = pkg.modules_collection[name.canonical_path]
         target = found.final_target if found.is_alias else found
@@ -158,7 +157,7 @@ def _value(name: griffe.ExprName, pkg: griffe.Module) -> griffe.Expr | str:
 
 
 def as_markdown(docstring: str) -> str:
-    """A docstring as mkdocstrings reads it.
+    """Return a docstring in the Markdown that mkdocstrings expects.
 
     >>> as_markdown("See :class:`~a.b.Plan`, ``x``.")
     'See `Plan`, `x`.'
@@ -167,7 +166,7 @@ def as_markdown(docstring: str) -> str:
     plain = re.sub(r":\w+:`([^`]+)`", r"`\1`", plain).replace("``", "`")
     plain = _TOGETHER.sub(_one_by_one, plain)
     lines: list[str] = []
-    indent: str | None = None  # of the example that is being read
+    indent: str | None = None  # of the current example
     for line in [*plain.splitlines(), ""]:
         if indent is None and line.lstrip().startswith(">>> "):
             indent = line[: len(line) - len(line.lstrip())]
@@ -180,5 +179,5 @@ def as_markdown(docstring: str) -> str:
 
 
 def _one_by_one(entry: re.Match[str]) -> str:
-    """Arguments that are explained together, each with the explanation: the reference has a line for every one."""
+    """Repeat a shared explanation for each argument: the reference has one line per argument."""
     return "".join(f"{entry['indent']}{name}: {entry['text']}" for name in entry["names"].split(", "))

@@ -221,6 +221,15 @@ def test_plans_of_named_models_have_few_configurations_per_role(name, regime):
         assert memory in (0.0, "auto") or plan.state_bytes <= memory * plan.reference_bytes
 
 
+def test_two_configurations_per_role_where_two_are_within_the_error():
+    """Memory and time both bind here, and the optimum has five configurations."""
+    pytest.importorskip("transformers")
+    source = EffectPlanner(regime="scratch").problem(_named("llama-3.1-8b"))
+    plan = source.plan(Budget(0.13))
+    assert has_both(plan) and plan.settings["given_up"] > TOLERANCE
+    assert max(runs_by_role(plan, source.model)) == 2
+
+
 @functools.cache
 def _named(name: str) -> ModelFacts:
     with torch.device("meta"):

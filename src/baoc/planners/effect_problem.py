@@ -35,9 +35,6 @@ from baoc.solve import (
 )
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
     from baoc.planners.effects import EffectPlanner
 
 TOKENS = 4096

@@ -7,7 +7,8 @@ can see. This module looks for the simplest assignment within a tolerance of it,
 2. one group has two configurations: its first layers the one, its later layers the other;
 3. likewise, but the boundary may be within a layer;
 4. every group may have two configurations, at last with the better one in the later layers;
-5. groups may have three, in runs of whole layers: only where both budgets bind.
+5. groups may have three, in runs of whole layers: only where both budgets bind and two would give up more than the
+   standard error of the prediction.
 
 Only options that fit the budgets are looked at, so the memory budget is a ceiling. If none fits, the planner uses the
 optimum as it is.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 COST, MEMORY, TIME = range(3)
 _EPSILON = 1e-9  # sums in another order differ by less
-_MANY = 4096  # partial sums, from which on dominated ones are dropped
+_MANY = 256  # partial sums, from which on dominated ones are dropped
 _MOST = 4_000_000  # partial sums at once
 _BOUNDARIES = 32  # between layers, that are tried for three configurations
 
@@ -167,20 +168,22 @@ def simplest(groups: Sequence[Group], target: Target) -> tuple[list[tuple[Run, .
     found = _search(uniform, target.least + target.tolerance, *budgets, aim=MEMORY)
     if found is not None:
         return found
-    families = chain([uniform], _in_two(groups, uniform), _in_three(groups, uniform) if target.both else ())
-    tried = []
-    for options in families:
-        found = _search(options, np.inf, *budgets, aim=COST)
+    within_error = target.least + target.error
+    tried: list[tuple[Sequence[Options], tuple[list[tuple[Run, ...]], float]]] = []
+    best = np.inf
+    for is_last_resort, options in _families(groups, uniform, target):
+        if is_last_resort and best <= within_error + _EPSILON:
+            break  # two configurations are as good as anyone can tell
+        found = _search(options, best, *budgets, aim=COST)  # what costs more is neither simpler nor better
         if found is not None:
             tried.append((options, found))
+            best = min(best, found[1])
             if found[1] <= target.least + target.tolerance + _EPSILON:
                 break  # the ones to come are not simpler
-    best = min((cost for _, (_, cost) in tried), default=np.inf)
     if not tried:
         return None
     # where the best is no tie with the least, simpler ones may be a tie with the best
-    within_error = max(best, target.least + target.error)
-    most = max(target.least + target.tolerance, min(best + target.tolerance, within_error))
+    most = max(target.least + target.tolerance, min(best + target.tolerance, max(best, within_error)))
     options, found = next(each for each in tried if each[1][1] <= most + _EPSILON)
     if not target.spare:  # memory is worth spending on the groups that were cut, and only there
         options = [_only(each, runs) for each, runs in zip(options, found[0])]
@@ -191,6 +194,18 @@ def _only(options: Options, runs: tuple[Run, ...]) -> Options:
     """Leave a group that was cut as it is; others may have any one configuration."""
     kept = [i for i, each in enumerate(options.runs) if (each == runs if len(runs) > 1 else len(each) == 1)]
     return Options(options.totals[:, kept], tuple(options.runs[i] for i in kept))
+
+
+def _families(
+    groups: Sequence[Group], uniform: Sequence[Options], target: Target
+) -> Iterator[tuple[bool, Sequence[Options]]]:
+    """Kinds of assignments, the simpler ones first, and whether each is a last resort."""
+    yield False, uniform
+    for options in _in_two(groups, uniform):
+        yield False, options
+    if target.both:
+        for options in _in_three(groups, uniform):
+            yield True, options
 
 
 def _in_two(groups: Sequence[Group], uniform: Sequence[Options]) -> Iterator[list[Options]]:

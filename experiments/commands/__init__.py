@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from baoc.tools.cli import program
 from baoc.tools.cli.common import Parser
-from experiments.commands import ablation, frontier, record, run, statemem, train, workloads
+from experiments.commands import ablation, frontier, record, run, statemem, train, workloads, zoo
 from experiments.methods import MethodError
 from experiments.runs import RunError
 
-COMMANDS = (run, ablation, frontier, workloads, train, record, statemem)
+COMMANDS = (run, ablation, frontier, zoo, workloads, train, record, statemem)
 
 DESCRIPTION = "Check what is claimed of budgeted optimizers: the paper's experiments, and what they are made of."
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-import torch
-
+from experiments import pool
 from experiments.runs.cell import Cell, Row, RunOptions
 from experiments.runs.progress import duration
 from experiments.runs.store import Store, StoreError
@@ -72,34 +68,15 @@ def _trained(jobs: Sequence[Job], store: Store, workers: int) -> Iterator[tuple[
     """Jobs with their rows, as they are finished."""
     if workers == 1:
         for job in jobs:
-            yield job, _train(job, store.running(job.cell))
+            yield job, _train((job, store.running(job.cell)))
         return
-    context = multiprocessing.get_context("spawn")  # a fork would share torch's threads
     threads = max(1, (os.cpu_count() or 1) // workers)
-    with ProcessPoolExecutor(workers, context, _begin_worker, (threads,)) as pool:
-        futures = {pool.submit(_train, job, store.running(job.cell)): job for job in jobs}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    work = [(job, store.running(job.cell)) for job in jobs]
+    yield from ((job, row) for (job, _), row in pool.results(_train, work, workers, threads))
 
 
-def _begin_worker(threads: int) -> None:
-    torch.set_num_threads(threads)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A pool's process would go on with the runs that are queued for it, though nobody writes them down."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _train(job: Job, folder: Path) -> Row:
+def _train(work: tuple[Job, Path]) -> Row:
+    job, folder = work
     return train_cell(job.cell, job.options, folder=folder)
 
 

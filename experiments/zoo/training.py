@@ -1,0 +1,117 @@
+"""One run of the zoo: a task with one optimizer, at one learning rate."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import baoc
+from baoc import BAOC
+from baoc.core.plan import PlanError
+from experiments.runs import Row
+from experiments.zoo.catalog import TASKS
+from experiments.zoo.task import Problem, Task
+
+REFERENCE = "adamw32"
+FACTOR = 3.0
+"""Between neighbouring learning rates."""
+EVALUATIONS = 5
+"""Scores that are averaged, in the last tenth of a run: the last one alone depends on the last few batches."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What identifies a run.
+
+    >>> Run("siren-image", "baoc@0.25", seed=1, rung=-1).key
+    'siren-image baoc@0.25 seed=1 lr=0.000333 steps=350'
+    """
+
+    task: str
+    method: str
+    """``adamw32``, or ``baoc@`` with a budget."""
+    seed: int
+    rung: int
+    """The learning rate is the task's times three to the power of this."""
+
+    @property
+    def key(self) -> str:
+        steps = TASKS[self.task].steps
+        return f"{self.task} {self.method} seed={self.seed} lr={self.lr:.3g} steps={steps}"
+
+    @property
+    def lr(self) -> float:
+        return TASKS[self.task].lr * FACTOR**self.rung
+
+
+def train(run: Run) -> Row:
+    """Train to the end and return what is known of the run.
+
+    ``score`` is None if the run diverged, and if no plan fits the budget, which ``error`` says.
+    """
+    task = TASKS[run.task]
+    row: Row = {"key": run.key, "task": run.task, "method": run.method, "seed": run.seed, "lr": run.lr}
+    row |= {"steps": task.steps, "score": None, "error": None}
+    torch.manual_seed(run.seed)
+    problem = task.build(run.seed)
+    row["parameters"] = sum(parameter.numel() for parameter in _parameters(problem))
+    try:
+        optimizer = _optimizer(run, task, problem)
+    except PlanError as error:
+        return {**row, "error": str(error)}
+    started = time.perf_counter()
+    row["score"] = _trained(task, problem, optimizer, seed=run.seed)
+    row["seconds"] = round(time.perf_counter() - started, 3)
+    row["state_bytes"] = baoc.state_bytes(optimizer)
+    return row
+
+
+def _optimizer(run: Run, task: Task, problem: Problem) -> torch.optim.Optimizer:
+    if run.method == REFERENCE:
+        return torch.optim.AdamW(_parameters(problem), lr=run.lr, weight_decay=task.weight_decay)
+    share = run.method.removeprefix("baoc@")
+    memory = share if share == "auto" else float(share)
+    return BAOC(problem.params, lr=run.lr, weight_decay=task.weight_decay, memory=memory, verbose=False)
+
+
+def _parameters(problem: Problem) -> list[nn.Parameter]:
+    params = problem.params
+    every = list(params.parameters()) if isinstance(params, nn.Module) else params
+    return [parameter for parameter in every if parameter.requires_grad]
+
+
+def _trained(task: Task, problem: Problem, optimizer: torch.optim.Optimizer, seed: int) -> float | None:
+    """Return the mean score (geometric if it spans decades); None if the run diverged."""
+    torch.manual_seed(seed + 1)  # dropout and the like: no optimizer's own random numbers move them
+    schedule = LambdaLR(optimizer, task.lr_factor)
+    spacing = max(1, task.steps // (10 * (EVALUATIONS - 1)))
+    scores = []
+    for left in reversed(range(task.steps)):
+        loss = problem.loss()
+        if not math.isfinite(loss.item()):
+            return None
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if left % spacing == 0 and left < EVALUATIONS * spacing:
+            scores.append(_score(problem))
+    if not all(map(math.isfinite, scores)):
+        return None
+    return statistics.geometric_mean(scores) if task.decades else statistics.fmean(scores)
+
+
+@torch.no_grad()
+def _score(problem: Problem) -> float:
+    if not isinstance(problem.params, nn.Module):
+        return problem.score()
+    problem.params.eval()
+    score = problem.score()
+    problem.params.train()
+    return score

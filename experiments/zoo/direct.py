@@ -15,11 +15,11 @@ def _picture(size: int, seed: int) -> Tensor:
     return image(size, seed)[1].T.reshape(1, 3, size, size)
 
 
-@task(lr=3e-2, steps=700, weight_decay=0.0, decades=True)
+@task(lr=3e-2, steps=300, weight_decay=0.0, decades=True)
 def image_deblurring(seed: int) -> Problem:
-    """The pixels of a 64 x 64 image are found from a blurred and subsampled one and random masks, full batch."""
-    true = _picture(64, seed)
-    masks = torch.rand(8, 1, 64, 64, generator=generator(seed)) < 0.5
+    """The pixels of a 128 x 128 image are found from 8 masked, blurred and subsampled ones, full batch."""
+    true = _picture(128, seed)
+    masks = torch.rand(8, 1, 128, 128, generator=generator(seed)) < 0.5
     pixels = nn.Parameter(torch.full_like(true, 0.5))
 
     def measure(x: Tensor) -> Tensor:
@@ -44,11 +44,11 @@ def image_total_variation(seed: int) -> Problem:
     return objective([pixels], loss)
 
 
-@task(lr=3e-3, steps=300, weight_decay=0.0, decades=True)
+@task(lr=3e-3, steps=150, weight_decay=0.0, decades=True)
 def deep_image_prior(seed: int) -> Problem:
-    """A convolutional network of 4 layers maps fixed noise to an image of 32 x 32 pixels, full batch."""
-    true = _picture(32, seed)
-    noise = torch.rand(1, 16, 32, 32, generator=generator(seed)) * 0.1
+    """A convolutional network of 4 layers maps fixed noise to an image of 48 x 48 pixels, full batch."""
+    true = _picture(48, seed)
+    noise = torch.rand(1, 16, 48, 48, generator=generator(seed)) * 0.1
     layers: list[nn.Module] = []
     for fan_in in (16, 32, 32):
         layers += [nn.Conv2d(fan_in, 32, 3, padding=1), nn.BatchNorm2d(32), nn.LeakyReLU(0.2)]
@@ -71,7 +71,7 @@ def low_rank_tensor(seed: int) -> Problem:
     return objective(factors, lambda: F.mse_loss(torch.einsum("ir,jr,kr->ijk", *factors), true))
 
 
-@task(lr=1e-2, steps=1000, weight_decay=0.0, decades=True)
+@task(lr=1e-2, steps=600, weight_decay=0.0, decades=True)
 def low_rank_matrix(seed: int) -> Problem:
     """A matrix of 512 x 384 and rank 16 is factored from two fifths of its entries, full batch."""
     random = generator(seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +23,7 @@ class GCN(nn.Module):
 
     def __init__(self, *widths: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in zip(widths, widths[1:]))
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths))
 
     def forward(self, links: Tensor, x: Tensor) -> Tensor:
         for layer in self.layers[:-1]:
@@ -38,13 +40,10 @@ def gcn(seed: int) -> Problem:
     links = _normalised(torch.rand(800, 800, generator=random) < chance)
     features = torch.randn(8, 64, generator=random)[labels] * 0.2 + torch.randn(800, 64, generator=random)
     known = torch.rand(800, generator=random) < 0.5
-    model = nn.Sequential()
-    model.add_module("dropout", nn.Dropout(0.5))
-    net = GCN(64, 64, 8)
-    model.add_module("gcn", net)
+    model = GCN(64, 64, 8)
 
     def loss(chosen: Tensor) -> Tensor:
-        return F.cross_entropy(net(links, model.dropout(features))[chosen], labels[chosen])
+        return F.cross_entropy(model(links, F.dropout(features, 0.5, model.training))[chosen], labels[chosen])
 
     return fitted(model, loss, lambda _: [known], seed, test=[~known])
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from baoc.core.text import human_count
 from experiments.runs import Row, markdown
 from experiments.runs.page import estimate
-from experiments.zoo.results import FLOOR, PERCENT, RATIO, Comparison, Results, mean
+from experiments.zoo.results import PERCENT, RATIO, Comparison, Results
 from experiments.zoo.running import BESIDE, BUDGETS
 from experiments.zoo.task import Task
-from experiments.zoo.training import EVALUATIONS, FACTOR, REFERENCE
+from experiments.zoo.training import EVALUATIONS, FACTOR, FLOOR, REFERENCE, mean
 
 ABOUT = """\
 {count} small tasks of the kinds that people train, {seeds}. AdamW32 is `torch.optim.AdamW` at the best of at least five
@@ -25,8 +25,8 @@ rate, seed by seed: runs of one seed begin with the same weights and see the sam
 
 A score is a loss on fixed held-out data or the objective itself, the mean of {evaluations} evaluations in the last
 tenth of a run. A budget **loses** if its score is worse by more than {percent:g}% and by more than two standard errors,
-or if it diverges. Where scores span decades (a ratio, "x"), it loses at more than {ratio:g} times AdamW32's; scores below
-{floor:g} count as {floor:g}. A win is the same the other way round; all else is a tie. "No plan": the budget is
+or if it diverges. Where scores span decades (a ratio, "x"), it loses at more than {ratio:g} times AdamW32's; scores
+below {floor:g} count as {floor:g}. A win is the same the other way round; all else is a tie. "No plan": the budget is
 smaller than the smallest plan of the task, which is too small to save anything."""
 
 AT = {0: "AdamW32's best lr", -1: "a third of it", 1: "three times it"}
@@ -40,13 +40,6 @@ class Entry:
     budget: str
     factor: int
     found: Comparison
-
-    @property
-    def excess(self) -> float:
-        """How many times the allowed margin it is worse; negative if it is better."""
-        if self.task.decades:
-            return math.log(self.found.difference) / math.log(RATIO)
-        return self.found.difference / PERCENT
 
     @property
     def ratio(self) -> float:
@@ -71,7 +64,7 @@ def told(found: Comparison | None, *, decades: bool) -> str:
     if math.isinf(found.difference):
         return "**diverged**"
     if decades:
-        spread = f" ×/÷ {math.exp(found.error):.2g}" if math.isfinite(found.error) else ""
+        spread = f" ± {100 * found.error:.0f}%" if math.isfinite(found.error) else ""
         text = f"x{found.difference:.3g}{spread}"
     else:
         spread = f" ± {found.error:.1f}" if math.isfinite(found.error) else ""
@@ -106,7 +99,7 @@ def text(tasks: Sequence[Task], rows: Sequence[Row], seeds: int, command: Sequen
 
 def _lost(entries: Sequence[Entry]) -> list[str]:
     """All that is worse than AdamW32 at its best learning rate, the worst first."""
-    lost = sorted((one for one in entries if one.found.verdict == "loss" and not one.factor), key=lambda e: -e.excess)
+    lost = sorted((one for one in entries if one.found.verdict == "loss" and not one.factor), key=lambda e: -e.ratio)
     cells = [[one.task.name, one.task.kind, one.budget, one.text] for one in lost]
     about = f"At {AT[0]}, the worst first."
     nothing = ["Nothing is worse than AdamW32."]
@@ -123,7 +116,7 @@ def _counts(entries: Sequence[Entry]) -> list[str]:
                 continue
             count = Counter(one.found.verdict for one in mine)
             compared = [one for one in mine if one.found.verdict != "no plan"]
-            worst = max(compared, key=lambda one: one.excess, default=None)
+            worst = max(compared, key=lambda one: one.ratio, default=None)
             median = f"x{statistics.median(one.ratio for one in compared):.3f}" if compared else "-"
             numbers = [str(count[verdict]) for verdict in ("win", "tie", "loss", "no plan")]
             told_worst = f"{worst.task.name} {worst.text}" if worst else "-"

@@ -72,9 +72,9 @@ class IntentClassifier(nn.Module):
         return self.head((hidden * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True))
 
 
-@task(lr=1e-4, steps=40, schedule="cosine", model="minilm")
+@task(lr=1e-4, steps=30, schedule="cosine", model="minilm")
 def minilm_intents(seed: int) -> Problem:
-    """MiniLM with a new head tells 10 intents, a sentence pattern of each held out, batches of 16."""
+    """MiniLM with a new head tells 10 intents, a sentence pattern of each held out, batches of 8."""
     transformers = need("transformers", "minilm-intents")
     model = IntentClassifier(transformers.AutoModel.from_pretrained(_folder("minilm")), len(INTENTS))
     tokenizer = transformers.AutoTokenizer.from_pretrained(_folder("minilm"))
@@ -91,7 +91,7 @@ def minilm_intents(seed: int) -> Problem:
     return fitted(
         model,
         lambda tokens, mask, label: F.cross_entropy(model(tokens, mask), label),
-        rows(*encoded(slice(0, 2)), size=16),
+        rows(*encoded(slice(0, 2)), size=8),
         seed,
         test=encoded(slice(2, 3)),
     )

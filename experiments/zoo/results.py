@@ -10,12 +10,10 @@ from typing import Literal
 
 from experiments.runs import Row
 from experiments.zoo.task import Task
-from experiments.zoo.training import REFERENCE, Run
+from experiments.zoo.training import FLOOR, REFERENCE, Run, mean
 
 PERCENT, RATIO = 2.0, 1.5
 """A budget is worse if its loss is by more than so many percent, or so many times where losses span decades."""
-FLOOR = 1e-12
-"""Squared errors below this are rounding errors of numbers near one."""
 GRID = (-2, -1, 0, 1, 2)
 """Rungs of the learning rates that AdamW32 tries first."""
 
@@ -42,11 +40,9 @@ class Results:
         """Return AdamW32's best learning rate by the mean of its seeds; None if there is none yet."""
         tried = {rung: self.scores(task, REFERENCE, rung, seeds) for rung in grid}
         most = max(map(len, tried.values()), default=0)
-        means = {
-            rung: mean(list(scores.values()), task.decades) for rung, scores in tried.items() if len(scores) == most
-        }
-        best = min(means, key=means.__getitem__, default=None) if most else None
-        return best if best is None or math.isfinite(means[best]) else None
+        means = {rung: mean(list(s.values()), task.decades) for rung, s in tried.items() if s and len(s) == most}
+        best = min(means, key=means.__getitem__, default=None)
+        return None if best is None or math.isinf(means[best]) else best
 
     def wider(self, task: Task, seeds: int, grid: tuple[int, ...]) -> tuple[int, ...]:
         """Return a grid with one rung more beyond the best, if that is at an edge."""
@@ -107,10 +103,3 @@ def compared(ours: Scores, theirs: Scores, *, decades: bool) -> Comparison | Non
     margin = math.log(RATIO) if decades else max(PERCENT, 2 * error if len(values) > 1 else 0.0)
     verdict: Verdict = "loss" if average > margin else "win" if average < -margin else "tie"
     return Comparison(verdict, math.exp(average) if decades else average, error)
-
-
-def mean(scores: Sequence[float], decades: bool) -> float:
-    """Return the mean of scores, geometric where they span decades."""
-    if not decades or math.inf in scores:
-        return statistics.fmean(scores)
-    return statistics.geometric_mean([max(score, FLOOR) for score in scores])

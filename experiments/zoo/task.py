@@ -5,21 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from experiments.runs import RunError
-
 Schedule = Literal["constant", "cosine", "one-cycle"]
 Parameters = nn.Module | list[nn.Parameter]
 WARM_UP = 0.3
 """The part of a one-cycle schedule in which the learning rate rises."""
-
-
-class MissingModel(RunError):
-    """A task needs pretrained weights, and there are none."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,6 @@ class Task:
 
     Attributes:
         build: makes the problem of a seed. Its docstring describes the task in the results.
-        kind: the module that has it.
         lr: the centre of AdamW's learning rates.
         steps: of a run.
         schedule: of the learning rate.
@@ -66,10 +60,12 @@ class Task:
 
     @property
     def kind(self) -> str:
+        """The module that has it."""
         return self.build.__module__.rpartition(".")[2]
 
     @property
     def about(self) -> str:
+        """The first line of the docstring."""
         return (self.build.__doc__ or "").partition("\n")[0]
 
     def lr_factor(self, step: int) -> float:
@@ -146,6 +142,6 @@ def rows(*tensors: Tensor, size: int) -> Callable[[torch.Generator], Sequence[Te
 def mlp(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     """Return linear layers with activations between them."""
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(widths, widths[1:]):
+    for fan_in, fan_out in pairwise(widths):
         layers += [nn.Linear(fan_in, fan_out), activation()]
     return nn.Sequential(*layers[:-1])

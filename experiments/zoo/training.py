@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ from experiments.zoo.task import Problem, Task
 REFERENCE = "adamw32"
 FACTOR = 3.0
 """Between neighbouring learning rates."""
+FLOOR = 1e-12
+"""Squared errors below this are rounding errors of numbers near one."""
 EVALUATIONS = 5
 """Scores that are averaged, in the last tenth of a run: the last one alone depends on the last few batches."""
 
@@ -104,7 +107,18 @@ def _trained(task: Task, problem: Problem, optimizer: torch.optim.Optimizer, see
             scores.append(_score(problem))
     if not all(map(math.isfinite, scores)):
         return None
-    return statistics.geometric_mean(scores) if task.decades else statistics.fmean(scores)
+    return mean(scores, task.decades)
+
+
+def mean(scores: Sequence[float], decades: bool) -> float:
+    """Return the mean of scores; where they span decades, the geometric one.
+
+    >>> mean([1.0, 3.0], decades=False), round(mean([1e-8, 1e-4], decades=True), 9)
+    (2.0, 1e-06)
+    """
+    if not decades or math.inf in scores:
+        return statistics.fmean(scores)
+    return statistics.geometric_mean([max(score, FLOOR) for score in scores])
 
 
 @torch.no_grad()

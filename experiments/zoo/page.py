@@ -149,7 +149,7 @@ def _tasks(tasks: Sequence[Task], results: Results, seeds: int) -> list[str]:
         seconds = estimate([statistics.fmean(row["seconds"] for row in rows)], ".1f")
         size, lr = human_count(rows[0]["parameters"]), f"{rows[0]['lr']:.2g}"
         cells.append([task.name, task.about, size, str(task.steps), task.schedule, lr, seconds])
-    about = "Seconds are of a run with AdamW32 on one thread, while other runs were going on."
+    about = "Seconds are CPU time of a run with AdamW32, on one thread."
     return ["## The tasks", "", about, "", *markdown.table(header, cells)]
 
 

@@ -66,7 +66,7 @@ class TwoTower(nn.Module):
         return 10 * left @ F.normalize(self.right(self.items(item)), dim=1).T
 
 
-@task(lr=3e-3, steps=600)
+@task(lr=1e-2, steps=600)
 def two_tower(seed: int) -> Problem:
     """Two towers on tables of 3,000 items match histories to next items, in-batch softmax of 256."""
     random = generator(seed)

@@ -206,7 +206,7 @@ def _pretrained(seed: int) -> GPT:
     return model
 
 
-@task(lr=3e-4, steps=150)
+@task(lr=1e-3, steps=150)
 def fine_tuned_gpt(seed: int) -> Problem:
     """A GPT that AdamW trained on Python's docs goes on with Python code, batches of 16 x 32, constant lr."""
     return _language(deepcopy(_pretrained(seed)), _code(), seed, 16)

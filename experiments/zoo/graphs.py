@@ -109,7 +109,7 @@ def deep_set(seed: int) -> Problem:
     return fitted(model, lambda x, y: F.mse_loss(model(x), y), draw, seed)
 
 
-@task(lr=1e-3, steps=300, schedule="cosine")
+@task(lr=3e-3, steps=300, schedule="cosine")
 def set_attention(seed: int) -> Problem:
     """Self-attention of width 48 over 16 points finds their farthest pair, batches of 32 sets."""
     layer = nn.TransformerEncoderLayer(48, 4, 96, dropout=0.0, batch_first=True, norm_first=True)

@@ -74,7 +74,7 @@ def logistic_regression(seed: int) -> Problem:
     return fitted(model, lambda x, y: F.cross_entropy(model(x), y), draw, seed)
 
 
-@task(lr=1e-2, steps=2000, weight_decay=0.0, decades=True)
+@task(lr=9e-2, steps=2000, weight_decay=0.0, decades=True)
 def xor(seed: int) -> Problem:
     """A tanh network of 16 units learns the parity of 4 bits, full batch."""
     bits = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 4)
@@ -92,7 +92,7 @@ def tiny_regression(seed: int) -> Problem:
     return objective(model, lambda: F.mse_loss(model(x), y))
 
 
-@task(lr=3e-4, steps=320)
+@task(lr=9e-4, steps=320)
 def wide_net(seed: int) -> Problem:
     """A network of one layer of 4,096 units learns a random network's labels, batches of 128."""
     random = generator(seed)

@@ -53,7 +53,7 @@ def _follow(target: nn.Module, model: nn.Module, share: float) -> None:
             slow.lerp_(fast, share)
 
 
-@task(lr=1e-3, steps=2000)
+@task(lr=1e-3, steps=2000, decades=True)
 def dqn(seed: int) -> Problem:
     """A Q-network of 2 x 64 units learns a maze from replayed moves with a target network, batches of 64."""
     maze, random = Maze.made(seed), generator(seed + 1)

@@ -124,7 +124,7 @@ def lstm(seed: int) -> Problem:
     return _language(Recurrent(nn.LSTM, len(TEXT().vocabulary), 96), TEXT(), seed, 16)
 
 
-@task(lr=3e-3, steps=320)
+@task(lr=9e-3, steps=320, decades=True)
 def gru_adding(seed: int) -> Problem:
     """A GRU of width 64 adds the two marked numbers of 20, batches of 64."""
 

@@ -208,7 +208,7 @@ def skip_gram(seed: int) -> Problem:
     return fitted(nn.ModuleDict({"near": near, "wide": wide}), loss, draw, seed)
 
 
-@task(lr=3e-3, steps=300, schedule="one-cycle")
+@task(lr=9e-3, steps=300, schedule="one-cycle")
 def session_gru(seed: int) -> Problem:
     """A GRU over embeddings of 1,000 items predicts the next of a session, batches of 32 x 12."""
     random = generator(seed)

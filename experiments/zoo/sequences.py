@@ -168,7 +168,7 @@ class Seq2Seq(nn.Module):
         return self.head(self.body(enter, leave, tgt_mask=mask, tgt_is_causal=True))
 
 
-@task(lr=1e-3, steps=160, schedule="one-cycle")
+@task(lr=3e-3, steps=160, schedule="one-cycle")
 def seq2seq(seed: int) -> Problem:
     """A transformer with encoder and decoder of width 48 sorts 10 of 30 symbols, batches of 32."""
     model = Seq2Seq(31, 48)

@@ -83,7 +83,7 @@ def xor(seed: int) -> Problem:
     return objective(model, lambda: F.binary_cross_entropy_with_logits(model(bits).squeeze(1), parity))
 
 
-@task(lr=1e-3, steps=2000, weight_decay=0.0, decades=True)
+@task(lr=3e-3, steps=2000, weight_decay=0.0, decades=True)
 def tiny_regression(seed: int) -> Problem:
     """A network of 2 x 16 tanh units fits a curve of 64 points, full batch."""
     x = torch.linspace(-1, 1, 64)[:, None]

@@ -18,7 +18,7 @@ def write(store: Store, experiment: Experiment) -> list[Path]:
     """Tables and figures from what is in the store; without matplotlib, the tables alone."""
     if not store.rows:
         raise StoreError(f"there are no finished runs in {str(store.folder)!r} to make tables of.")
-    results = summarise(store.rows)
+    results = summarise(store.rows, experiment.reference)
     texts = {
         "table.md": tables.text(experiment.title, experiment.columns, results),
         "table.csv": tables.as_csv(results),
@@ -38,8 +38,8 @@ def write(store: Store, experiment: Experiment) -> list[Path]:
 
 
 _ABOUT_OVERVIEW = (
-    "Test score (for accuracies higher is better, else lower), in brackets its difference to AdamW32's seed by seed\n"
-    "(points for accuracies, else percent), then the state held in percent of AdamW16's."
+    "Test score (for accuracies higher is better, else lower), in brackets its difference to {reference}'s seed by\n"
+    "seed (points for accuracies, else percent), then the state held in percent of AdamW16's."
 )
 
 
@@ -54,7 +54,8 @@ def overview(title: str, results: Mapping[str, Sequence[Line]]) -> str:
         for label, found in by_label.items()
     ]
     table = markdown.table(["Method", *results], rows)
-    return "\n".join([f"# {title}", "", _ABOUT_OVERVIEW, "", *table, ""])
+    reference = next((line.reference["label"] for lines in results.values() for line in lines if line.reference), "-")
+    return "\n".join([f"# {title}", "", _ABOUT_OVERVIEW.format(reference=reference), "", *table, ""])
 
 
 def _overview_cell(line: Line) -> str:

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from experiments import methods
 from experiments.packages import not_installed
-from experiments.runs import preflight, ranks, report
+from experiments.runs import paper_page, preflight, ranks, report
 from experiments.runs.batch import Job, run_all
 from experiments.runs.catalog import EXPERIMENTS, FULL, PAPER, SCALES, SMALL, STAND_INS, Experiment
 from experiments.runs.cell import Cell, Row, RunError, RunOptions
@@ -100,12 +100,13 @@ def run(request: Request, stream: TextIO | None = None) -> list[Path]:
             for series in every:
                 _take_finished(series, request, store, finished)
             _train(every, request, store, stream)
-        return report.write(store, request.what) if ranks.is_first() else []
+        return tables_of(request) if ranks.is_first() else []
 
 
 def tables_of(request: Request) -> list[Path]:
     """The files with the results of the runs that are there; nothing is trained."""
-    return report.write(Store(request.folder), request.what)
+    files = report.write(Store(request.folder), request.what)
+    return [*files, paper_page.write(request.root)] if request.experiment in PAPER else files
 
 
 def all_series(request: Request, stream: TextIO) -> list[Series]:

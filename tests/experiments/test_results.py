@@ -1,17 +1,14 @@
-"""What is made of finished runs, tables and figures, and what a person sees of those that are on."""
+"""What is made of finished runs: tables, figures and pages."""
 
 from __future__ import annotations
 
 import csv
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.runs import EXPERIMENTS, Row, Store, report
-from experiments.runs.progress import Board
-from experiments.runs.series import Series
 
 
 def made_up(method: str, seed: int, test: float | None, **changes: Any) -> Row:
@@ -71,7 +68,7 @@ def written(tmp_path: Path, name: str, rows: list[Row]) -> list[Path]:
 
 
 def test_tables_have_means_and_spreads(tmp_path: Path) -> None:
-    markdown, table, *_ = written(tmp_path, "sweep", made_up_runs())
+    markdown, table, *_ = written(tmp_path, "exp2", made_up_runs())
     lines = {line.split("|")[1].strip(): line for line in markdown.read_text().splitlines() if line.startswith("|")}
     assert "8.0000 ± 1.4142" in lines["adamw16"]  # of 7 and 9: at the chosen learning rate, both seeds
     assert "10.500 ± 0.707" in lines["adamw16"] and "3.0000 ± 0.0000" in lines["adamw16"]
@@ -89,14 +86,14 @@ def test_tables_have_means_and_spreads(tmp_path: Path) -> None:
 def test_accuracy_is_in_percent_and_the_highest_is_best(tmp_path: Path) -> None:
     scores = {"a": 0.5, "b": 0.6}
     rows = [made_up(name, 0, at, metric="accuracy", higher_is_better=True) for name, at in scores.items()]
-    text = written(tmp_path, "fixed-budget", rows)[0].read_text()
+    text = written(tmp_path, "exp1", rows)[0].read_text()
     assert "Test accuracy (%)" in text and "**60.000**" in text and "50.000" in text
 
 
 def test_methods_are_compared_with_adamw32_seed_by_seed(tmp_path: Path) -> None:
     scores = {("adamw32", 0): 10.0, ("adamw32", 1): 20.0, ("muon", 0): 9.0, ("muon", 1): 19.0, ("muon", 2): 1.0}
     rows = [made_up(name, seed, score) for (name, seed), score in scores.items()]
-    text = written(tmp_path, "fixed-budget", rows)[0].read_text()
+    text = written(tmp_path, "exp1", rows)[0].read_text()
     assert "against AdamW32 (%)" in text
     assert "| -7.50 ± 3.54 |" in text  # of -10% and -5%; seed 2 has no partner
 
@@ -104,7 +101,7 @@ def test_methods_are_compared_with_adamw32_seed_by_seed(tmp_path: Path) -> None:
 def test_accuracies_are_compared_in_points(tmp_path: Path) -> None:
     scores = {"adamw32": 0.5, "muon": 0.6}
     rows = [made_up(name, 0, at, metric="accuracy", higher_is_better=True) for name, at in scores.items()]
-    text = written(tmp_path, "fixed-budget", rows)[0].read_text()
+    text = written(tmp_path, "exp1", rows)[0].read_text()
     assert "against AdamW32 (points)" in text and "| +10.00 |" in text
 
 
@@ -144,7 +141,7 @@ def test_the_overview_has_workloads_side_by_side(tmp_path: Path) -> None:
         made_up("adamw32", 0, 5.0, workload="other"),
         made_up("spam", 0, None, workload="other"),
     ]
-    (overview,) = [file for file in written(tmp_path, "fixed-budget", rows) if file.name == "overview.md"]
+    (overview,) = [file for file in written(tmp_path, "exp1", rows) if file.name == "overview.md"]
     lines = overview.read_text().splitlines()
     assert "| Method | w | other |" in lines and "| adamw32 | 8, 50% | 5, 50% |" in lines
     assert "| muon | 5 (-37.5 ± 17.7), 50% |  |" in lines and "| spam |  | diverged |" in lines
@@ -157,13 +154,13 @@ def test_choices_are_written_down(tmp_path: Path) -> None:
         return made_up("baoc@0.5", seed, 7.0, plan={"blocks": blocks, "shares": shares})
 
     files = written(
-        tmp_path, "fixed-budget", [made_up("adamw32", 0, 7.0), planned(0, "sgd", 0.5), planned(1, "sgdw", 0.1)]
+        tmp_path, "exp1", [made_up("adamw32", 0, 7.0), planned(0, "sgd", 0.5), planned(1, "sgdw", 0.1)]
     )
     (choices,) = [file.read_text() for file in files if file.name == "choices.md"]
     assert "| Method | adamw-8 | sgd | sgdw |" in choices and "| baoc@0.5 | 70.0 | 25.0 | 5.0 |" in choices
     assert "| 0, 1 | `h.0` | adamw-8 |" in choices and "| 0, 1 | `head` | sgd or sgdw |" in choices
     assert not any(
-        "choices" in file.name for file in written(tmp_path / "b", "fixed-budget", [made_up("muon", 0, 7.0)])
+        "choices" in file.name for file in written(tmp_path / "b", "exp1", [made_up("muon", 0, 7.0)])
     )
 
 
@@ -176,42 +173,9 @@ def test_variants_are_compared_with_the_default(tmp_path: Path) -> None:
     assert "| 100.00 |" in text and "Peak is VmHWM of the process." in text
 
 
-@pytest.mark.parametrize("name", ["fixed-budget", "sweep"])
+@pytest.mark.parametrize("name", ["exp1", "exp2"])
 def test_figures_are_drawn(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     *_, figure = written(tmp_path, name, made_up_runs())
     assert figure.name == f"{EXPERIMENTS[name].figure}.png"
     assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 10_000
-
-
-# ---- progress ----
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_says_what_is_left() -> None:
-    series = Series("w", "muon", 100, (1.0,), (0, 1, 2))
-    stream, now = Terminal(), [0.0]
-    board = Board([series], stream, clock=lambda: now[0])
-    cell, other, _ = series.finals(1.0)[0]
-    board.begin(cell, "Muon")
-    board.step(50, 100, 2.5)
-    now[0] = 60.0
-    board.end(cell)
-    board.begin(other, "Muon")
-    first, bar, last, _ = stream.getvalue().split("\n")
-    assert first == "cell 1 of 3: w, Muon, seed 0, lr x1"
-    assert "[###############...............] 50/100, loss 2.5" in bar
-    assert last == "cell 2 of 3, about 2 min left: w, Muon, seed 1, lr x1"
-
-
-def test_progress_is_plain_lines_elsewhere() -> None:
-    stream = io.StringIO()
-    board = Board([], stream)
-    for step in range(1, 101):
-        board.step(step, 100, float("nan") if step == 100 else 1.0)
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 4 and lines[-1] == "  step 100/100, loss not finite"

@@ -46,9 +46,14 @@ class Difference:
             return "level"
         return "worse" if self.mean > 0 else "better"
 
-    @property
-    def text(self) -> str:
-        return f"{self.mean:+.1f}" + (f" ± {self.error:.1f}" if self.error else "")
+    def text(self, unit: str, *, worse: str, better: str) -> str:
+        """As a person says it.
+
+        >>> Difference(-1.26, 0.4).text("%", worse="worse", better="better")
+        '1.3 ± 0.4% better'
+        """
+        spread = f" ± {self.error:.1f}" if self.error else ""
+        return f"{abs(self.mean):.1f}{spread}{unit} {worse if self.mean > 0 else better}"
 
 
 def difference(line: Line, other: Line, value: str) -> Difference | None:
@@ -81,7 +86,8 @@ def _compared(
             return None
         agrees = found.verdict != "worse" if expected == "not worse" else found.verdict == expected
         unit = " points" if field == "test_metric" and lines[subject]["metric"] == "accuracy" else "%"
-        return Seen(f"{found.text}{unit}", agrees)
+        worse, better = ("longer", "shorter") if value == "seconds" else ("worse", "better")
+        return Seen(found.text(unit, worse=worse, better=better), agrees)
 
     return look
 
@@ -133,7 +139,10 @@ def _changes_little(prefix: str, most: float) -> Callable[[Lines], Seen | None]:
         if not found:
             return None
         unit = "points" if default["metric"] == "accuracy" else "%"
-        return Seen(f"{-max(found):+.1f} to {-min(found):+.1f} {unit} better", max(map(abs, found)) <= most)
+        limit = 1.0 if default["metric"] == "accuracy" else most
+        largest = max(found, key=abs)
+        told = Difference(largest, 0.0).text(f" {unit}", worse="worse", better="better")
+        return Seen(f"up to {told}", abs(largest) <= limit)
 
     return look
 

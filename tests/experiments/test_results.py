@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from experiments.runs import EXPERIMENTS, Row, Store, report
+from experiments.runs import EXPERIMENTS, Row, Store, paper_page, report
 
 
 def made_up(method: str, seed: int, test: float | None, **changes: Any) -> Row:
@@ -90,19 +90,19 @@ def test_accuracy_is_in_percent_and_the_highest_is_best(tmp_path: Path) -> None:
     assert "Test accuracy (%)" in text and "**60.000**" in text and "50.000" in text
 
 
-def test_methods_are_compared_with_adamw32_seed_by_seed(tmp_path: Path) -> None:
-    scores = {("adamw32", 0): 10.0, ("adamw32", 1): 20.0, ("muon", 0): 9.0, ("muon", 1): 19.0, ("muon", 2): 1.0}
+def test_methods_are_compared_with_the_reference_seed_by_seed(tmp_path: Path) -> None:
+    scores = {("adamw16", 0): 10.0, ("adamw16", 1): 20.0, ("muon", 0): 9.0, ("muon", 1): 19.0, ("muon", 2): 1.0}
     rows = [made_up(name, seed, score) for (name, seed), score in scores.items()]
     text = written(tmp_path, "exp1", rows)[0].read_text()
-    assert "against AdamW32 (%)" in text
+    assert "against adamw16 (%)" in text
     assert "| -7.50 ± 3.54 |" in text  # of -10% and -5%; seed 2 has no partner
 
 
 def test_accuracies_are_compared_in_points(tmp_path: Path) -> None:
-    scores = {"adamw32": 0.5, "muon": 0.6}
+    scores = {"adamw16": 0.5, "muon": 0.6}
     rows = [made_up(name, 0, at, metric="accuracy", higher_is_better=True) for name, at in scores.items()]
     text = written(tmp_path, "exp1", rows)[0].read_text()
-    assert "against AdamW32 (points)" in text and "| +10.00 |" in text
+    assert "against adamw16 (points)" in text and "| +10.00 |" in text
 
 
 def test_the_page_compares_at_one_learning_rate_and_at_each_ones_own(tmp_path: Path) -> None:
@@ -136,14 +136,14 @@ def test_the_page_compares_at_one_learning_rate_and_at_each_ones_own(tmp_path: P
 
 def test_the_overview_has_workloads_side_by_side(tmp_path: Path) -> None:
     rows = [
-        *(made_up("adamw32", seed, 8.0) for seed in (0, 1)),
+        *(made_up("adamw16", seed, 8.0) for seed in (0, 1)),
         *(made_up("muon", seed, 4.0 + 2 * seed) for seed in (0, 1)),
-        made_up("adamw32", 0, 5.0, workload="other"),
+        made_up("adamw16", 0, 5.0, workload="other"),
         made_up("spam", 0, None, workload="other"),
     ]
     (overview,) = [file for file in written(tmp_path, "exp1", rows) if file.name == "overview.md"]
     lines = overview.read_text().splitlines()
-    assert "| Method | w | other |" in lines and "| adamw32 | 8, 50% | 5, 50% |" in lines
+    assert "| Method | w | other |" in lines and "| adamw16 | 8, 50% | 5, 50% |" in lines
     assert "| muon | 5 (-37.5 ± 17.7), 50% |  |" in lines and "| spam |  | diverged |" in lines
 
 
@@ -165,12 +165,54 @@ def test_choices_are_written_down(tmp_path: Path) -> None:
 
 
 def test_variants_are_compared_with_the_default(tmp_path: Path) -> None:
+    def varied(seed: int, test: float, variant: str, configuration: str, **changes: Any) -> Row:
+        plan = {"blocks": {"all": configuration}, "shares": {configuration: 1.0}}
+        label = f"BAOC{variant and f', {variant}'}"
+        return made_up("baoc-paper@0.5", seed, test, variant=variant, label=label, plan=plan, **changes)
+
     rows = [
-        made_up("baoc@0.5", 0, 7.0, plan={"blocks": {"all": "adamw-8"}, "shares": {"adamw-8": 1.0}}),
-        made_up("baoc@0.5", 0, 7.5, variant="no SGD", label="no SGD", plan={"blocks": {}, "shares": {"adamw-16": 1.0}}),
+        *(varied(seed, 7.0, "", "adamw-8") for seed in (0, 1)),
+        *(varied(seed, 7.5, "no-SGD", "adamw-16") for seed in (0, 1)),
+        *(varied(seed, 7.0, "gamma=0.2", "adamw-8", same_plan=True) for seed in (0, 1)),
+        varied(0, 7.0, "gamma=0.9", "adamw-8", same_plan=True),
+        varied(1, 8.0, "gamma=0.9", "adamw-16"),
     ]
     text = written(tmp_path, "diagnostics", rows)[0].read_text()
-    assert "| 100.00 |" in text and "Peak is VmHWM of the process." in text
+    assert "| 100.00 ± 0.00 |" in text and "Peak is VmHWM of the process." in text
+    assert "| BAOC, gamma=0.2 (same plan) |" in text
+    assert "| BAOC, gamma=0.9 (same plan, 1 of 2 seeds) |" in text
+    assert "| BAOC, no-SGD |" in text
+
+
+def test_the_page_has_what_the_paper_says_and_what_is_seen(tmp_path: Path) -> None:
+    half = 45 * 2**20
+
+    def seeds(method: str, scores: tuple[float, ...], **changes: Any) -> list[Row]:
+        about = {"reference_bytes": 2 * half, "state_bytes": half, "settings": SETTINGS}
+        return [made_up(method, seed, score, **{**about, **changes}) for seed, score in enumerate(scores)]
+
+    rows = [
+        *seeds("adamw16", (10.0, 11.0, 12.0), state_bytes=2 * half),
+        *seeds("adamw8", (10.0, 11.0, 12.0)),
+        *seeds("by-type@0.5", (9.0, 9.9, 10.8)),
+        *seeds("baoc-paper@0.5", (10.0, 11.0, 12.01), seconds=30.0),
+    ]
+    written(tmp_path / "paper" / "exp1", "exp1", rows)
+    page = paper_page.write(tmp_path / "paper")
+    text = page.read_text()
+    assert page == tmp_path / "paper.md"
+    said = [line.split(" | ") for line in text.splitlines() if line.endswith((" | no |", " | yes |"))]
+    assert [verdict.rstrip(" |") for *_, verdict in said] == ["no", "no", "yes", "yes", "yes"]  # negatives first
+    by_claim = {claim.strip("| "): seen for claim, seen, _ in said}
+    assert by_claim["its test score is better than Heu-1's"].startswith("w 11.1 ± 0.0% worse")
+    assert "% longer" in by_claim["less state does not cost wall-clock time (against AdamW16)"]
+    assert by_claim["BAOC holds at most half of AdamW16's state"] == "w 50.0% of AdamW16's state"
+    assert "python -m experiments paper exp1 --workload w --steps 10 --seeds 3 --batch-size 4 --method adamw16" in text
+    page.write_text(text + "\n## Reading\n\nIt is slower.\n")
+    assert paper_page.write(tmp_path / "paper").read_text() == text + "\n## Reading\n\nIt is slower.\n"
+
+
+SETTINGS = {"batch_size": 4, "length": None, "pretrained": None, "eval_batches": None}
 
 
 @pytest.mark.parametrize("name", ["exp1", "exp2"])

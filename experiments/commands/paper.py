@@ -19,16 +19,16 @@ from experiments.workloads.weights import HUB
 SUMMARY = "one of the paper's experiments, small on a CPU or at the paper's scale"
 _PROTOCOL = """\
 A method tries its learning rates on one seed; the validation split chooses; all seeds are trained with that one. Each
-finished run is kept in runs.jsonl and not repeated, and a run that was stopped goes on from its last checkpoint: give the
-same command again. More seeds, methods or workloads can be added later."""
+finished run is kept in runs.jsonl and not repeated, and a run that was stopped goes on from its last checkpoint: give
+the same command again. More seeds, methods or workloads can be added later."""
 DESCRIPTION = """\
-Run one of the paper's experiments, and write its table with the paper's columns, its figure, and the page OUTPUT.md with
-what the paper says and what was seen.
+Run one of the paper's experiments, and write its table with the paper's columns, its figure, and the page OUTPUT.md
+with what the paper says and what was seen.
 
 {experiments}
 
---scale small trains small models of the same families on CPUs. --scale paper trains the pretrained models of the paper on
-one GPU, or on several with torchrun, in bfloat16 autocast. What is missing is said before anything is trained.
+--scale small trains small models of the same families on CPUs. --scale paper trains the pretrained models of the paper
+on one GPU, or on several with torchrun, in bfloat16 autocast. What is missing is said before anything is trained.
 
 {protocol}"""
 EXAMPLES = """\
@@ -59,7 +59,7 @@ def register(commands: common.Commands) -> None:
         default=[],
         help="of the paper's planner, such as 'gamma=0.9'; repeatable (default: all that the experiment has)",
     )
-    parser.add_argument("--epochs", metavar="N", type=partial(common.at_least, 1), help="of each run, instead of --steps")
+    parser.add_argument("--epochs", metavar="N", type=partial(common.at_least, 1), help="instead of --steps")
     _add_arguments(parser, "results/paper-SCALE, with a folder for each experiment")
     parser.set_defaults(run=run, device=None, bf16=None)
 

@@ -42,9 +42,7 @@ class Job:
         return {"phase": "tune" if is_tried else "final", "lr_grid": list(self.grid or [self.cell.lr_factor])}
 
 
-def run_all(
-    jobs: Iterable[Job], store: Store, workers: int = 1, stream: TextIO | None = None, what: str = ""
-) -> None:
+def run_all(jobs: Iterable[Job], store: Store, workers: int = 1, stream: TextIO | None = None, what: str = "") -> None:
     """Train what is missing, the first first. The store is open for writing; only this process writes to it."""
     stream = stream or sys.stderr
     wanted = list({job.cell.key: job for job in jobs}.values())
@@ -60,7 +58,8 @@ def run_all(
         left = (time.monotonic() - started) / number * (len(missing) - number)
         position = len(wanted) - len(missing) + number
         print(
-            f"{what and f'{what}: '}run {position} of {len(wanted)}, about {duration(left)} left: {job.cell.key}: {_told(row)}",
+            f"{what and f'{what}: '}run {position} of {len(wanted)}, about {duration(left)} left: {job.cell.key}: "
+            f"{_told(row)}",
             file=stream,
             flush=True,
         )

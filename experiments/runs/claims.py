@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from experiments.runs.summary import Line
 
@@ -124,7 +125,7 @@ def _is_not_monotone(lines: Lines) -> Seen | None:
     )
     if len(budgets) < 3:
         return None
-    steps = [difference(larger, smaller, "test_metric") for (_, smaller), (_, larger) in zip(budgets, budgets[1:])]
+    steps = [difference(larger, smaller, "test_metric") for (_, smaller), (_, larger) in pairwise(budgets)]
     worse = sum(step is not None and step.mean > 0 for step in steps)
     return Seen(f"worse at {worse} of {len(steps)} steps up", worse > 0)
 

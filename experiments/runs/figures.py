@@ -64,9 +64,7 @@ def draw(kind: str, results: Results, path: Path) -> None:
         points.append((axes, painters[kind](axes, lines)))
     for axes in plots[len(shown) :]:
         axes.set_axis_off()
-    handles = {
-        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())
-    }
+    handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, fontsize="small", frameon=False)
     figure.canvas.draw()  # where things are is known once the layout is
     for axes, named in points:
@@ -97,7 +95,11 @@ def _trade_off(axes: Any, lines: Sequence[Line]) -> list[Colored]:
             [state.mean],
             [inside],
             yerr=[[min(score.std or 0.0, inside - low)], [min(score.std or 0.0, high - inside)]],
-            **{"marker": marker, "markersize": size, "color": color, "capsize": 2, "linestyle": "none"},
+            marker=marker,
+            markersize=size,
+            color=color,
+            capsize=2,
+            linestyle="none",
             clip_on=False,
             label=_name(line),
         )
@@ -134,7 +136,10 @@ def _sweep(axes: Any, lines: Sequence[Line]) -> list[Colored]:
             [state for state, _ in placed],
             [min(max(score.mean, low), high) for _, score in placed],
             yerr=[score.std or 0.0 for _, score in placed],
-            **{"marker": marker, "markersize": 11 if marker == "*" else 5, "color": color, "capsize": 2},
+            marker=marker,
+            markersize=11 if marker == "*" else 5,
+            color=color,
+            capsize=2,
             label=f"{_name(mine[0])}, rho {_budget(mine[0]):g} to {_budget(mine[-1]):g}",
         )
     for line in lines:

@@ -16,12 +16,12 @@ from experiments.runs.store import Store
 from experiments.runs.summary import Line, summarise
 
 _ABOUT = """\
-*BAOC (paper)* is `PaperPlanner`, *baoc default* is `EffectPlanner`; *Heu-1* and *Heu-2* are heuristics of ours, since the
-paper does not define its own. Each section has what the paper says about an experiment, what the runs here show, and
-whether both say the same; what differs comes first. Differences are of the test score (for diffusion the training loss, as
-in the paper), seed by seed, mean ± standard error in percent, for accuracies in points. Less than two standard errors, or
-than half a percent, is no difference. Then come all methods: test score, in brackets its difference to AdamW16's (mean ±
-standard deviation), and the state held in percent of AdamW16's. [How to run it](../experiments.md)."""
+*BAOC (paper)* is `PaperPlanner`, *baoc default* is `EffectPlanner`; *Heu-1* and *Heu-2* are heuristics of ours, since
+the paper does not define its own. Each section has what the paper says about an experiment, what the runs here show, and
+whether both say the same; what differs comes first. Differences are of the test score (for diffusion the training loss,
+as in the paper), seed by seed, mean ± standard error in percent, for accuracies in points. Less than two standard
+errors, or than half a percent, is no difference. Then come all methods: test score, in brackets its difference to
+AdamW16's (mean ± standard deviation), and the state held in percent of AdamW16's. [How to run it](../experiments.md)."""
 
 
 def write(root: Path) -> Path:
@@ -39,7 +39,16 @@ def _section(store: Store, experiment: Experiment, root: str) -> list[str]:
     rows = [row for _, row in answers if row]
     folder = f"{root}/{experiment.name}"
     links = [f"[table]({folder}/table.md)", f"[plans]({folder}/choices.md)"]
-    parts = [f"## {experiment.title}", "", f"{', '.join(links)}.", "", "```sh", *_commands(results, experiment), "```", ""]
+    parts = [
+        f"## {experiment.title}",
+        "",
+        f"{', '.join(links)}.",
+        "",
+        "```sh",
+        *_commands(results, experiment),
+        "```",
+        "",
+    ]
     if rows:
         parts += [*markdown.table(["The paper says", "Here", "Same"], rows), ""]
     parts += overview_table(results)

@@ -23,7 +23,9 @@ def missing(names: Iterable[str], options: RunOptions) -> list[str]:
                 lines.append(weights.absence(workload.options.pretrained))
             lines.append(sources.absence(name.partition("/")[2], options.workload))
         if workload.batch_size < ranks.world():
-            lines.append(f"{name}: {workload.batch_size} examples in a batch are too few for {ranks.world()} processes.")
+            lines.append(
+                f"{name}: {workload.batch_size} examples in a batch are too few for {ranks.world()} processes."
+            )
     return list(dict.fromkeys(line for line in lines if line))
 
 

@@ -87,9 +87,7 @@ def _begun(cell: Cell, workload: Workload, options: RunOptions, progress: Progre
         return begin()
 
 
-def _train(
-    running: Running, options: RunOptions, progress: Progress, folder: Path | None, default: Row | None
-) -> bool:
+def _train(running: Running, options: RunOptions, progress: Progress, folder: Path | None, default: Row | None) -> bool:
     """Train to the end; return True if it ended early because the plan is the default's."""
     cell, record = running.cell, running.record
     expected = default["plan"]["digest"] if default and default["error"] is None else None

@@ -19,7 +19,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 def add_data(parser: argparse.ArgumentParser) -> None:
     """Where its data is."""
-    parser.add_argument("--data", metavar="DIR", help="has alpaca/, gsm8k/, cifar10/, imagenet/ (default: $BAOC_DATA, or the hub)")
+    parser.add_argument(
+        "--data", metavar="DIR", help="has alpaca/, gsm8k/, cifar10/, imagenet/ (default: $BAOC_DATA, or the hub)"
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

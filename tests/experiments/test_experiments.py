@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import io
 import json
 import logging
 import pkgutil
@@ -29,7 +28,6 @@ from experiments.runs import (
     RunOptions,
     Store,
     StoreError,
-    run,
     tables,
     train_cell,
     variants,

@@ -153,15 +153,11 @@ def test_choices_are_written_down(tmp_path: Path) -> None:
         shares = {"adamw[m=int8,v=int8]": 1 - share, last: share}
         return made_up("baoc@0.5", seed, 7.0, plan={"blocks": blocks, "shares": shares})
 
-    files = written(
-        tmp_path, "exp1", [made_up("adamw32", 0, 7.0), planned(0, "sgd", 0.5), planned(1, "sgdw", 0.1)]
-    )
+    files = written(tmp_path, "exp1", [made_up("adamw32", 0, 7.0), planned(0, "sgd", 0.5), planned(1, "sgdw", 0.1)])
     (choices,) = [file.read_text() for file in files if file.name == "choices.md"]
     assert "| Method | adamw-8 | sgd | sgdw |" in choices and "| baoc@0.5 | 70.0 | 25.0 | 5.0 |" in choices
     assert "| 0, 1 | `h.0` | adamw-8 |" in choices and "| 0, 1 | `head` | sgd or sgdw |" in choices
-    assert not any(
-        "choices" in file.name for file in written(tmp_path / "b", "exp1", [made_up("muon", 0, 7.0)])
-    )
+    assert not any("choices" in file.name for file in written(tmp_path / "b", "exp1", [made_up("muon", 0, 7.0)]))
 
 
 def test_variants_are_compared_with_the_default(tmp_path: Path) -> None:

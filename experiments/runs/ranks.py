@@ -1,4 +1,4 @@
-"""Several processes that train one model, as ``torchrun`` starts them. Without it, there is one, and all of this is free."""
+"""Several processes that train one model, as ``torchrun`` starts them. Without it there is one."""
 
 from __future__ import annotations
 

@@ -117,9 +117,7 @@ def all_series(request: Request, stream: TextIO) -> list[Series]:
         print(*(f"missing: {line}" for line in lines), sep="\n", file=stream, flush=True)
     if lines:
         count = "1 thing is" if len(lines) == 1 else f"{len(lines)} things are"
-        raise RunError(
-            f"{count} missing (see above), and nothing was trained. --workload trains some of the workloads."
-        )
+        raise RunError(f"{count} missing (see above), and nothing was trained. --workload trains some of them only.")
     usable = _usable_methods(request, stream)
     found = []
     for workload_name in names:

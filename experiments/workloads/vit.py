@@ -1,7 +1,7 @@
 """ViT: the paper's vision transformer, and a small sibling of the same class.
 
-The paper says ImageNet-1K, but the state that it reports is that of a head of 10 classes. ``vit/cifar10`` has this head;
-``vit/imagenet`` has one class for each folder of ``train/``, and takes images of 224 x 224.
+The paper says ImageNet-1K, but the state that it reports is that of a head of 10 classes. ``vit/cifar10`` has this
+head; ``vit/imagenet`` has one class for each folder of ``train/``, and takes images of 224 x 224.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def source(size: str, published: str | None, options: Options) -> str | None:
     folder = Path(given).expanduser()
     if (folder / size).exists():
         return str(folder / size)
-    if folder.is_dir() and published is None and not is_model(folder):
-        return None
+    if folder.is_dir() and published is None and any(is_model(one) for one in folder.iterdir()):
+        return None  # a folder of folders
     return given
 
 

@@ -1,7 +1,4 @@
-"""The command line of the experiments. A command is one module with ``register``, and one entry in ``COMMANDS``.
-
-An experiment of :mod:`experiments.runs.catalog` is a command by being there.
-"""
+"""The command line of the experiments. A command is one module with ``register``, and one entry in ``COMMANDS``."""
 
 from __future__ import annotations
 
@@ -10,21 +7,20 @@ from collections.abc import Sequence
 
 from baoc.tools.cli import program
 from baoc.tools.cli.common import Parser
-from experiments.commands import ablation, frontier, record, run, statemem, train, workloads, zoo
+from experiments.commands import ablation, frontier, paper, record, statemem, train, workloads, zoo
 from experiments.methods import MethodError
 from experiments.runs import RunError
 
-COMMANDS = (run, ablation, frontier, zoo, workloads, train, record, statemem)
+COMMANDS = (paper, ablation, frontier, zoo, workloads, train, record, statemem)
 
 DESCRIPTION = "Check what is claimed of budgeted optimizers: the paper's experiments, and what they are made of."
 
 EXAMPLES = """\
 examples:
   python -m experiments workloads
-  python -m experiments fixed-budget --workload gpt-small/embedded --seeds 1 --steps 100
-  python -m experiments sweep --method baoc@0.3 --method baoc@0.6 --method adamw8
-  python -m experiments diagnostics --variant "repaired risk" --variant "lr as given" --reuse results/fixed-budget
-  python -m experiments long --workload gpt2/gsm8k --data ~/data --device cuda --bf16"""
+  python -m experiments paper exp1 --workload gpt-small/embedded --seeds 1 --steps 100
+  python -m experiments paper exp2 --scale paper
+  python -m experiments frontier --data ~/data --jobs 2"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

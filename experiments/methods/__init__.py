@@ -49,7 +49,7 @@ def get(name: str) -> Method:
     A configuration is a name too, and so are several of them, by role or parameter.
 
     >>> get("baoc@0.25").label, get("muon-8 else adamw-16").label, get("hidden=muon-8; embedding=colnorm").label
-    ('BAOC 0.25', 'muon-8 else adamw-16', 'hidden=muon-8; embedding=colnorm')
+    ('baoc default 0.25', 'muon-8 else adamw-16', 'hidden=muon-8; embedding=colnorm')
     """
     file, _, function = name.rpartition(":")
     if file.endswith(".py"):

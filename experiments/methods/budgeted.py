@@ -50,11 +50,11 @@ def baoc_at(share: float | str, change: Change = _unchanged, kind: type[BAOC] = 
     """
     budget = share if isinstance(share, str) else f"{share:g}"
     build = _build(share, lambda settings: change(EffectPlanner(), settings), kind)
-    return Method(f"baoc@{budget}", f"BAOC {budget}", build, note="matches its blocks' lr to AdamW's")
+    return Method(f"baoc@{budget}", f"baoc default {budget}", build, note="matches its blocks' lr to AdamW's")
 
 
 def baoc_paper_at(share: float, change: Change = _unchanged, kind: type[BAOC] = BAOC) -> Method:
-    """Return the paper's BAOC: its configurations, its risk, its time and its warm-up, to the letter.
+    """Return the paper's BAOC: its configurations, its risk, its time guardrail and its warm-up.
 
     Args:
         share: of AdamW16's state.
@@ -65,7 +65,7 @@ def baoc_paper_at(share: float, change: Change = _unchanged, kind: type[BAOC] = 
     def planner(settings: Settings) -> Planner:
         return change(PaperPlanner(warmup=settings.warmup, seed=settings.seed), settings)
 
-    return Method(f"baoc-paper@{share:g}", f"paper's BAOC {share:g}", _build(share, planner, kind))
+    return Method(f"baoc-paper@{share:g}", f"BAOC (paper) {share:g}", _build(share, planner, kind))
 
 
 def _build(share: float | str, planner: Callable[[Settings], Planner], kind: type[BAOC]) -> Build:
@@ -84,11 +84,11 @@ def _build(share: float | str, planner: Callable[[Settings], Planner], kind: typ
 
 
 def by_type_at(share: float) -> Method:
-    return _planned(f"by-type@{share:g}", f"By type {share:g}", by_type, share)
+    return _planned(f"by-type@{share:g}", f"Heu-1 (by type) {share:g}", by_type, share)
 
 
 def by_size_at(share: float) -> Method:
-    return _planned(f"by-size@{share:g}", f"By size {share:g}", by_size, share)
+    return _planned(f"by-size@{share:g}", f"Heu-2 (by size) {share:g}", by_size, share)
 
 
 def _planned(name: str, label: str, make_plan: Callable[[nn.Module, float], Plan], share: float) -> Method:

@@ -1,7 +1,7 @@
 """The paper's experiments: which runs each has, one run, and the tables and figures of what came out.
 
-    python -m experiments fixed-budget                                          # small workloads, no download
-    python -m experiments sweep --workload gpt2/gsm8k --data DIR --device cuda  # the paper's size
+    python -m experiments paper exp1                  # small workloads, no download
+    python -m experiments paper exp2 --scale paper    # the paper's models, on a GPU
 
 The protocol is the same for every method. A method tries its three learning rates on one seed, the *validation* split
 chooses, and all seeds are then trained with that one; test scores are looked at last. All methods see the same batches,

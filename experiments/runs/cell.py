@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from experiments import workloads
+from experiments.runs import ranks
 
 Row = dict[str, Any]
 """What is known of a finished run: plain JSON values, the cell's own fields among them."""
@@ -78,6 +80,7 @@ class RunOptions:
             "bf16": chosen.bf16,
             "batch_size": chosen.batch_size,
             "length": chosen.length,
-            "pretrained": chosen.pretrained,
+            "pretrained": chosen.pretrained and Path(chosen.pretrained).name,  # the folder's place is no part of it
             "eval_batches": self.eval_batches,
+            **({"processes": ranks.world()} if ranks.world() > 1 else {}),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any, cast
 
@@ -50,10 +51,19 @@ def _plan(plan: baoc.Plan) -> dict[str, Any]:
         numel[str(block.configuration)] = numel.get(str(block.configuration), 0) + block.numel
     total = sum(numel.values())
     return {
+        "digest": digest(plan),
         "blocks": {block.name: str(block.configuration) for block in plan.blocks},
         "shares": {configuration: count / total for configuration, count in numel.items()},
         "expected_loss": plan.settings.get("expected_loss"),
     }
+
+
+def digest(plan: baoc.Plan) -> str:
+    """Return the same text for plans that give every parameter the same configuration and learning rate."""
+    chosen = sorted(
+        (name, str(block.configuration), block.lr_scale) for block in plan.blocks for name in block.parameters
+    )
+    return hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
 
 
 def _scores(running: Running, eval_batches: int | None) -> Row:

@@ -18,7 +18,7 @@ def write(store: Store, experiment: Experiment) -> list[Path]:
     """Tables and figures from what is in the store; without matplotlib, the tables alone."""
     if not store.rows:
         raise StoreError(f"there are no finished runs in {str(store.folder)!r} to make tables of.")
-    results = summarise(store.rows)
+    results = in_order(summarise(store.rows, experiment.reference), experiment)
     texts = {
         "table.md": tables.text(experiment.title, experiment.columns, results),
         "table.csv": tables.as_csv(results),
@@ -37,14 +37,32 @@ def write(store: Store, experiment: Experiment) -> list[Path]:
     return written
 
 
+def in_order(results: Mapping[str, Sequence[Line]], experiment: Experiment) -> dict[str, list[Line]]:
+    """Return lines in the experiment's order: several processes finish them in any."""
+    methods = {name: place for place, name in enumerate(experiment.methods)}
+    variants = {name: place for place, name in enumerate(("", *experiment.variants, *experiment.more_variants))}
+
+    def place(line: Line) -> tuple[int, int]:
+        return methods.get(line["method"], len(methods)), variants.get(line["variant"], len(variants))
+
+    return {workload: sorted(lines, key=place) for workload, lines in results.items()}
+
+
 _ABOUT_OVERVIEW = (
-    "Test score (for accuracies higher is better, else lower), in brackets its difference to AdamW32's seed by seed\n"
-    "(points for accuracies, else percent), then the state held in percent of AdamW16's."
+    "Test score (for accuracies higher is better, else lower), in brackets its difference to {reference}'s seed by\n"
+    "seed (points for accuracies, else percent), then the state held in percent of AdamW16's."
 )
 
 
 def overview(title: str, results: Mapping[str, Sequence[Line]]) -> str:
     """Return all methods on all workloads in one small table, with the workloads side by side."""
+    reference = next((line.reference["label"] for lines in results.values() for line in lines if line.reference), "-")
+    about = _ABOUT_OVERVIEW.format(reference=reference)
+    return "\n".join([f"# {title}", "", about, "", *overview_table(results), ""])
+
+
+def overview_table(results: Mapping[str, Sequence[Line]]) -> list[str]:
+    """Return the overview's table."""
     by_label: dict[str, dict[str, Line]] = {}
     for workload, lines in results.items():
         for line in lines:
@@ -53,8 +71,7 @@ def overview(title: str, results: Mapping[str, Sequence[Line]]) -> str:
         [label, *(_overview_cell(found[workload]) if workload in found else "" for workload in results)]
         for label, found in by_label.items()
     ]
-    table = markdown.table(["Method", *results], rows)
-    return "\n".join([f"# {title}", "", _ABOUT_OVERVIEW, "", *table, ""])
+    return markdown.table(["Method", *results], rows)
 
 
 def _overview_cell(line: Line) -> str:

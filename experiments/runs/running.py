@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import nn
 import baoc
 from experiments import methods, process
 from experiments.methods import Method
+from experiments.runs import ranks
 from experiments.runs.cell import Cell
 from experiments.tiny_gpt import cosine_with_warmup
 from experiments.workloads import Batch, Workload
@@ -50,22 +52,24 @@ class Running:
         forget_peak(device)
         torch.manual_seed(cell.seed)  # dropout
         self.model: nn.Module = workload.build(seed=cell.seed, device=str(device))
+        self.warmup = _share_of(cell.steps, _PLAN_WARMUP)
         settings = methods.Settings(
             weight_decay=WEIGHT_DECAY,
             steps=cell.steps,
-            warmup=_share_of(cell.steps, _PLAN_WARMUP),
+            warmup=self.warmup,
             seed=cell.seed,
         )
         self.optimizer = method.build(self.model, cell.lr_factor * workload.lr, settings)
+        self.called = ranks.averaging(self.model, device)
         self.schedule = cosine_with_warmup(self.optimizer, cell.steps, _share_of(cell.steps, _LR_WARMUP))
         self.record = Record()
 
     def advance(self, next_batch: Callable[[], Batch]) -> float:
         """One step; its loss. A loss that is not finite changes nothing but the record."""
         started = self._now()
-        loss = self.workload.loss(self.model, next_batch())
-        value = loss.item()
-        if loss.isfinite():
+        loss = self.workload.loss(self.called, ranks.part_of(next_batch()))
+        value = ranks.mean(loss)
+        if math.isfinite(value):
             self.optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)

@@ -17,8 +17,6 @@ class Series:
     [(0, 0.5), (0, 1.0), (0, 2.0)]
     >>> [[(cell.seed, cell.lr_factor) for cell in cells] for cells in series.finals(2.0)]
     [[(0, 2.0), (1, 2.0), (2, 2.0)]]
-    >>> series.size  # one run is in both
-    5
     """
 
     workload: str
@@ -27,8 +25,6 @@ class Series:
     grid: tuple[float, ...]
     seeds: tuple[int, ...]
     variants: tuple[str, ...] = ()
-    one_lr: bool = False
-    """All seeds are also trained at the learning rate that is best for AdamW32."""
     tuning_seeds: tuple[int, ...] = (TUNING_SEED,)
 
     @property
@@ -38,17 +34,6 @@ class Series:
     def finals(self, lr_factor: float) -> list[list[Cell]]:
         """What the tables show, the default first, then each variant. One is in :attr:`tuning` too."""
         return [[self._cell(seed, lr_factor, variant) for seed in self.seeds] for variant in ("", *self.variants)]
-
-    @property
-    def size(self) -> int:
-        """How many runs there are to train at most, whichever learning rate is best."""
-        at_own = {*self.tuning, *(cell for cells in self.finals(self.grid[0]) for cell in cells)}
-        return len(at_own) + self.size_at_one_lr * (len(self.grid) > 1)
-
-    @property
-    def size_at_one_lr(self) -> int:
-        """How many runs at AdamW32's learning rate are no part of the rest, unless it is the best here too."""
-        return self.one_lr * (len(self.seeds) - len(self.tuning_seeds))
 
     @property
     def cells(self) -> list[Cell]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from experiments.runs import ranks
 from experiments.runs.cell import Cell, Row, RunError
 from experiments.runs.series import Series
 
@@ -46,6 +47,9 @@ class Store:
     @contextmanager
     def writing(self, experiment: str) -> Iterator[Store]:
         """Allow :meth:`add`, for one process at a time."""
+        if not ranks.is_first():  # it knows all rows, and the first process writes them
+            yield self
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.path, "r+b" if self.path.exists() else "w+b") as self._file:
             _lock(self._file, self.path)
@@ -62,11 +66,19 @@ class Store:
 
     def add(self, row: Row) -> None:
         """Write a run down. When this returns, it is on the disk."""
-        self._append(row)
+        if ranks.is_first():
+            self._append(row)
         self.rows.append(row)
 
     def find(self, cell: Cell) -> Row | None:
         return next((row for row in self.rows if row["key"] == cell.key), None)
+
+    def row(self, cell: Cell) -> Row:
+        """Return a finished run."""
+        row = self.find(cell)
+        if row is None:
+            raise KeyError(f"the run {cell.key!r} is not finished.")
+        return row
 
     def check(self, series: Series, settings: Mapping[str, Any]) -> None:
         """Refuse runs that could not be compared with those that are there."""

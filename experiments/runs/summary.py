@@ -11,7 +11,7 @@ from experiments.runs.cell import Row
 from experiments.runs.tuning import choose
 
 REFERENCE = "adamw32"
-"""What everything is compared with, seed by seed."""
+"""What everything but the paper's experiments is compared with, seed by seed."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Line:
     baseline: Line | None = field(default=None, repr=False)
     """The same method without the variant."""
     reference: Line | None = field(default=None, repr=False)
-    """AdamW32 on the same workload."""
+    """What it is compared with, on the same workload."""
 
     def __getitem__(self, name: str) -> Any:
         """What all seeds share: ``workload``, ``method``, ``variant``, ``label``, ``metric``, ``lr`` ..."""
@@ -71,7 +71,7 @@ class Line:
 
     @property
     def against_reference(self) -> Spread | None:
-        """The test score against AdamW32's of the same seed: in points for accuracies, else in percent.
+        """The test score against the reference's of the same seed: in points for accuracies, else in percent.
 
         Runs of one seed begin with the same weights and see the same batches, so these differences spread less than
         the scores do.
@@ -82,11 +82,20 @@ class Line:
         return Spread.of([100 * (score / other - 1) for score, other in pairs])
 
     def pairs(self, value: str) -> list[tuple[float, float]]:
-        """A field beside AdamW32's of the same seed; none for AdamW32 itself."""
-        if self.reference is None or self["method"] == REFERENCE:
+        """A field beside the reference's of the same seed; none for the reference itself."""
+        if self.reference is None or self["method"] == self.reference["method"]:
             return []
-        theirs = {row["seed"]: row[value] for row in self.reference.trained}
+        return self.beside(self.reference, value)
+
+    def beside(self, other: Line, value: str) -> list[tuple[float, float]]:
+        """A field beside another line's of the same seed."""
+        theirs = {row["seed"]: row[value] for row in other.trained}
         return [(row[value], theirs[row["seed"]]) for row in self.trained if row["seed"] in theirs]
+
+    @property
+    def same_plans(self) -> int:
+        """How many seeds of a variant have the default's plan, and so the default's numbers."""
+        return sum(bool(row.get("same_plan")) for row in self.rows)
 
     @property
     def moved(self) -> Spread | None:
@@ -98,7 +107,7 @@ class Line:
         return Spread.of([100 * _distance(ours, theirs) for ours, theirs in pairs])
 
 
-def summarise(rows: Iterable[Row]) -> dict[str, list[Line]]:
+def summarise(rows: Iterable[Row], reference_method: str = REFERENCE) -> dict[str, list[Line]]:
     """The lines of each workload, both in the order in which they were run first."""
     by_method: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -107,7 +116,7 @@ def summarise(rows: Iterable[Row]) -> dict[str, list[Line]]:
     for (workload, _), mine in by_method.items():
         found.setdefault(workload, []).extend(_lines(mine))
     for workload, lines in found.items():
-        reference = next((line for line in lines if line["method"] == REFERENCE), None)
+        reference = next((line for line in lines if line["method"] == reference_method), None)
         found[workload] = [replace(line, reference=reference) for line in lines]
     return found
 

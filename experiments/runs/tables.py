@@ -62,19 +62,20 @@ COLUMNS: dict[str, Column] = {
     "blocks": Column("Blocks", _seeds(_blocks)),
     "loss": Column("Loss", _per("train_loss", 1)),
     "time": Column("Time (s)", _per("seconds", 1)),
+    "minutes": Column("Time (min)", _per("seconds", 60)),
     "step": Column("Step (ms)", _per("step_seconds", 1e-3)),
     "peak": Column("Peak (MB)", _per("peak_bytes", MB)),
     "train": Column("Train {metric}", _score("train")),
     "validation": Column("Validation {metric}", _score("validation")),
     "test": Column("Test {metric}", _score("test")),
-    "against": Column("against AdamW32 ({unit})", lambda line: line.against_reference, is_difference=True),
+    "against": Column("against {reference} ({unit})", lambda line: line.against_reference, is_difference=True),
     "moved": Column("Plan differs (%)", lambda line: line.moved),
 }
 
 
 _ABOUT = (
     "Mean ± standard deviation over n seeds. MB is 2^20 bytes. Time is of the training. "
-    "Against AdamW32: the difference of test scores seed by seed, which see the same batches."
+    "Against another method: the difference of test scores seed by seed, which see the same batches."
 )
 
 
@@ -96,7 +97,8 @@ def text(title: str, columns: Sequence[str], results: Mapping[str, Sequence[Line
 def _table(names: Sequence[str], lines: Sequence[Line]) -> list[str]:
     metric = metric_title(lines[0])
     unit = "points" if lines[0]["metric"] == "accuracy" else "%"
-    titles = [COLUMNS[name].title.format(metric=metric, unit=unit) for name in names]
+    reference = lines[0].reference["label"] if lines[0].reference else "the reference"
+    titles = [COLUMNS[name].title.format(metric=metric, unit=unit, reference=reference) for name in names]
     header = ["Method", *titles, "lr", "n"]
     best = _best_line(lines)
     rows = []
@@ -119,7 +121,12 @@ def _best_line(lines: Sequence[Line]) -> Line | None:
 
 
 def _name(line: Line) -> str:
-    return f"{line['label']} (does not fit)" if line.failure else str(line["label"])
+    if line.failure:
+        return f"{line['label']} (does not fit)"
+    if not line.same_plans:
+        return str(line["label"])
+    some = "" if line.same_plans == len(line.rows) else f", {line.same_plans} of {len(line.rows)} seeds"
+    return f"{line['label']} (same plan{some})"
 
 
 def _lr(line: Line) -> str:

@@ -19,7 +19,9 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
 
 def add_data(parser: argparse.ArgumentParser) -> None:
     """Where its data is."""
-    parser.add_argument("--data", metavar="DIR", help="has alpaca/, gsm8k/, cifar10/ (default: $BAOC_DATA, or the hub)")
+    parser.add_argument(
+        "--data", metavar="DIR", help="has alpaca/, gsm8k/, cifar10/, imagenet/ (default: $BAOC_DATA, or the hub)"
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +31,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache", metavar="DIR", help="for trained tokenizers (default: $BAOC_CACHE, or ~/.cache/baoc)"
     )
-    parser.add_argument("--pretrained", metavar="PATH", help="weights to start from: a path or a hub id")
-    parser.add_argument("--bf16", action="store_true", help="compute losses under bfloat16 autocast")
+    parser.add_argument(
+        "--pretrained",
+        metavar="PATH",
+        help="weights to start from: a folder, a folder with one folder per size (gpt2/, t5-base/), a hub id, or `hub`",
+    )
+    parser.add_argument(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="compute losses under bfloat16 autocast",
+    )
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--batch-size", metavar="N", type=count, help="instead of the workload's own")
     parser.add_argument("--length", metavar="N", type=count, help="of sequences, in tokens, instead of the workload's")

@@ -49,7 +49,8 @@ class Options:
     cache: str | Path | None = None
     """Where trained tokenizers are kept; left out, ``$BAOC_CACHE``, and without that ``~/.cache/baoc``."""
     pretrained: str | None = None
-    """Weights, and for language the tokenizer: a local path or a hub id. Left out, random weights and a trained BPE."""
+    """Weights, and for language the tokenizer: a folder, a folder with one folder per size (``gpt2/``, ``t5-base/``), a
+    hub id, or ``"hub"`` for the published weights of each size. Left out, random weights and a trained BPE."""
     bf16: bool = False
     """Compute losses under bfloat16 autocast."""
     checkpointing: bool = False
@@ -91,11 +92,17 @@ class Workload(ABC):
     batch_size: int
     lr: float
     """A good peak learning rate for AdamW, with a short warm-up and a cosine to a tenth."""
+    lr_spread: tuple[float, ...] = ()
+    """Learning rates that tuning tries, as factors on the middle one of a method; empty: the method's own."""
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or Options()
         if self.options.batch_size is not None:
             self.batch_size = self.options.batch_size
+
+    def prepare(self) -> None:
+        """Do what every run would otherwise do for itself, such as training a tokenizer."""
+        next(self.train_batches(seed=0))
 
     @abstractmethod
     def build(self, *, seed: int, device: str = "cpu", pretrained: str | None = None) -> nn.Module:

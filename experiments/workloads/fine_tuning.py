@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from experiments.workloads import gpt, images, vit
 from experiments.workloads.base import Options, Workload
-from experiments.workloads.family import FamilyWorkload, Size
+from experiments.workloads.family import FamilyWorkload
 from experiments.workloads.tokens import Tokenizer
 
 SEED = 0
@@ -43,6 +43,10 @@ class FineTuning(FamilyWorkload):
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
         return trained_weights(self.before, self.steps_before, self.options.cache_folder)
+
+    def prepare(self) -> None:
+        super().prepare()
+        _ = self.weights
 
     def make(self, pretrained: str | None) -> nn.Module:
         model = super().make(pretrained)
@@ -84,7 +88,7 @@ class ViTFineTuning(FineTuning, vit.ViTWorkload):
     steps_before = 1000
     fresh = ("head.weight", "head.bias")
 
-    def __init__(self, name: str, size: Size, dataset: str, options: Options | None = None) -> None:
+    def __init__(self, name: str, size: vit.ViTSize, dataset: str, options: Options | None = None) -> None:
         super().__init__(name, size, dataset, options)
         self.dataset = dataset.partition("-")[0]
 
@@ -94,7 +98,7 @@ class ViTFineTuning(FineTuning, vit.ViTWorkload):
 
     @cached_property
     def images(self) -> images.Splits:
-        return of_classes(super().images, range(images.CLASSES // 2, images.CLASSES))
+        return of_classes(images.load(self.dataset, self.options), range(images.CLASSES // 2, images.CLASSES))
 
 
 class SomeClasses(vit.ViTWorkload):
@@ -102,7 +106,7 @@ class SomeClasses(vit.ViTWorkload):
 
     @cached_property
     def images(self) -> images.Splits:
-        return of_classes(super().images, range(images.CLASSES // 2))
+        return of_classes(images.load(self.dataset, self.options), range(images.CLASSES // 2))
 
 
 GPT_SIZES = {"gpt-small": replace(gpt.SIZES["gpt-small"], steps=150, lr=6e-3)}

@@ -33,6 +33,7 @@ SIZES = {
         build=MODELS["gpt2-small"],
         parameters=124_439_808,
         description="GPT2-small",
+        weights="openai-community/gpt2",
         length=512,
         longest=1024,
         batch_size=16,

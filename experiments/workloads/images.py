@@ -1,4 +1,4 @@
-"""CIFAR-10 and scikit-learn's digits as colour images of 32 x 32."""
+"""CIFAR-10 and scikit-learn's digits as colour images of 32 x 32, and folders of images such as ImageNet's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from experiments.packages import need
 from experiments.workloads.base import Options, Split, WorkloadError
 from experiments.workloads.sources import folder_of, from_hub, missing, split_of
 
-CLASSES = 10  # of both datasets
+CLASSES = 10  # of CIFAR-10 and the digits
 SIZE = 32
+_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp", ".bmp")
 _KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
@@ -37,7 +38,71 @@ class Images:
         return self.pixels[indices] / 127.5 - 1, self.labels[indices]
 
 
+class Loaded(Protocol):
+    """One split of any dataset."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Pixels from -1 to 1, and labels."""
+
+
 Splits = dict[Split, Images]
+
+
+@dataclass(frozen=True)
+class Files:
+    """One split of a folder of images, which are read when they are needed."""
+
+    paths: tuple[Path, ...]
+    labels: tuple[int, ...]
+    side: int
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Pixels from -1 to 1, and labels. The middle of an image, scaled so that its shorter side fits."""
+        pixels = torch.stack([_square(self.paths[index], self.side) for index in indices])
+        return pixels / 127.5 - 1, torch.tensor([self.labels[index] for index in indices])
+
+
+def image_folder(dataset: str, side: int, options: Options) -> tuple[dict[Split, Files], int]:
+    """Read ``train/`` and ``val/``, each with a folder per class; return the splits and the number of classes.
+
+    One image in twenty of ``train`` is for validation; ``val`` is the test split, as is usual for ImageNet.
+    """
+    folder = folder_of(dataset, options)
+    if folder is None:
+        from_hub(dataset)  # says that it is not there
+        raise AssertionError
+    for split in ("train", "val"):
+        if not (folder / split).is_dir():
+            raise missing(dataset, f"there is no folder {str(folder / split)!r}")
+    names = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
+    found: dict[Split, list[tuple[Path, int]]] = {"train": [], "validation": [], "test": []}
+    for label, name in enumerate(names):
+        for path in _image_files(folder / "train" / name):
+            found[split_of(f"{name}/{path.name}".encode(), one_in=20, has_test=True)].append((path, label))
+        found["test"] += [(path, label) for path in _image_files(folder / "val" / name)]
+    splits = {
+        split: Files(tuple(path for path, _ in pairs), tuple(label for _, label in pairs), side)
+        for split, pairs in found.items()
+    }
+    return splits, len(names)
+
+
+def _image_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if path.suffix.lower() in _SUFFIXES)
+
+
+def _square(path: Path, side: int) -> Tensor:
+    image = need("PIL.Image", "a folder of images").open(path).convert("RGB")
+    scale = side / min(image.size)
+    width, height = (max(side, round(scale * size)) for size in image.size)
+    left, top = (width - side) // 2, (height - side) // 2
+    pixels = np.asarray(image.resize((width, height)).crop((left, top, left + side, top + side)))
+    return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 
 
 def load(dataset: str, options: Options) -> Splits:

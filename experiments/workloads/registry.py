@@ -10,7 +10,7 @@ from typing import Any
 
 from baoc.core.text import human_count, table
 from baoc.tools.models.resolve import explained, importable, load_file
-from experiments.workloads import fine_tuning, gpt, llama, t5, unet, vit
+from experiments.workloads import causal, fine_tuning, gpt, llama, t5, unet, vit
 from experiments.workloads.base import Options, Workload, WorkloadError
 from experiments.workloads.sources import presence
 
@@ -49,9 +49,14 @@ def get(name: str, options: Options | None = None) -> Workload:
     if name.endswith(".py"):
         return load(name, options)
     if name not in _ENTRIES:
+        if found := causal.find(name, options):
+            return found
         close = get_close_matches(name, _ENTRIES, n=3, cutoff=0.5)
         hint = f"Did you mean {' or '.join(close)}?" if close else f"There are {', '.join(_ENTRIES)}."
-        raise WorkloadError(f"there is no workload {name!r}. {hint} A workload of your own is a path that ends in .py.")
+        raise WorkloadError(
+            f"there is no workload {name!r}. {hint} A workload of your own is a path that ends "
+            "in .py. A pretrained model is NAME/gsm8k with --pretrained DIR/NAME."
+        )
     family, size, dataset = _ENTRIES[name]
     workload: Workload = family(name, size, dataset, options)
     return workload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 from experiments.packages import installed, need
 from experiments.workloads.base import Options, Split, WorkloadError
+from experiments.workloads.weights import reachable
 
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset that has to be fetched: the files of its folder, and its place on the hub."""
+    """A dataset that has to be fetched: the files of its folder, and its place on the hub, if we read it from there."""
 
     files: str
     hub: tuple[str, ...]
@@ -24,6 +26,7 @@ SOURCES = {
     "alpaca": Source("alpaca_data.json", ("tatsu-lab/alpaca",)),
     "gsm8k": Source("train.jsonl and test.jsonl", ("openai/gsm8k", "main")),
     "cifar10": Source("an .npz of x_train, y_train, x_test, y_test, or data_batch_*.bin", ("uoft-cs/cifar10",)),
+    "imagenet": Source("train/ and val/, each with one folder of images per class", ()),
 }
 BUILT_IN = {"embedded": "pydoc_data", "digits": "sklearn"}  # and the package that has it
 MADE_OF = {"alpaca-gsm8k": ("alpaca", "gsm8k"), "cifar10-classes": ("cifar10",), "digits-classes": ("digits",)}
@@ -44,7 +47,7 @@ def presence(dataset: str, options: Options) -> str:
     if package := BUILT_IN.get(dataset):
         return "built in" if installed(package) else f"needs {package}"
     if options.data_folder is None:
-        return "from the hub" if installed("datasets") else "missing"
+        return "from the hub" if installed("datasets") and SOURCES[dataset].hub else "missing"
     return "found" if (options.data_folder / dataset).is_dir() else "missing"
 
 
@@ -58,10 +61,39 @@ def folder_of(dataset: str, options: Options) -> Path | None:
     return folder
 
 
+def absence(dataset: str, options: Options) -> str | None:
+    """Return why a dataset cannot be had, in one line; None if it can. The answer takes seconds at most."""
+    if parts := MADE_OF.get(dataset):
+        return next((why for part in parts if (why := absence(part, options))), None)
+    if package := BUILT_IN.get(dataset):
+        return None if installed(package) else f"the dataset {dataset!r} needs the package {package}."
+    try:
+        if folder_of(dataset, options) is not None:
+            return None
+    except WorkloadError as error:
+        return str(error)
+    if not SOURCES[dataset].hub:
+        return str(missing(dataset, _NOT_ON_HUB))
+    if not installed("datasets"):
+        return str(missing(dataset, _NO_DATASETS))
+    repo = SOURCES[dataset].hub[0]
+    cached = Path(os.environ.get("HF_DATASETS_CACHE", "~/.cache/huggingface/datasets")).expanduser()
+    if (cached / repo.replace("/", "___")).is_dir():
+        return None
+    reason = reachable(repo, "dataset")
+    return None if reason is None else str(missing(dataset, f"no data folder was given, and {reason}"))
+
+
+_NO_DATASETS = "no data folder was given, and the package datasets (for the hub) is not installed"
+_NOT_ON_HUB = "no data folder was given, and it is not read from the hub"
+
+
 def from_hub(dataset: str) -> dict[str, Any]:
     """The dataset's own splits from the hub, as ``datasets`` gives them."""
+    if not SOURCES[dataset].hub:
+        raise missing(dataset, _NOT_ON_HUB)
     if not installed("datasets"):
-        raise missing(dataset, "no data folder was given, and the package datasets (for the hub) is not installed")
+        raise missing(dataset, _NO_DATASETS)
     datasets, hub = need("datasets", f"{dataset} from the hub"), SOURCES[dataset].hub
     try:
         return dict(datasets.load_dataset(*hub))

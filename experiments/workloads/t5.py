@@ -43,6 +43,7 @@ SIZES = {
         build=MODELS["t5-base"],
         parameters=222_903_552,
         description="T5-base",
+        weights="google-t5/t5-base",
         length=256,
         batch_size=16,
         steps=3000,

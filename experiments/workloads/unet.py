@@ -121,6 +121,7 @@ SIZES = {
         build=MODELS["sd15-unet"],
         parameters=859_520_964,
         description="Stable Diffusion 1.5's UNet",
+        weights="stable-diffusion-v1-5/stable-diffusion-v1-5",
         condition=(77, 768),
         batch_size=32,
         steps=2500,

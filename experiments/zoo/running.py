@@ -11,7 +11,7 @@ import torch
 
 from experiments import pool
 from experiments.runs import Row, Store
-from experiments.runs.progress import duration
+from experiments.runs.batch import duration
 from experiments.zoo.results import GRID, Results
 from experiments.zoo.task import Task
 from experiments.zoo.training import REFERENCE, Run, train

@@ -123,6 +123,9 @@ def check_python(arguments: list[str]) -> None:
 
 
 def check_torchrun(arguments: list[str]) -> None:
+    if "-m" in arguments:
+        check_python(arguments[arguments.index("-m") :])
+        return
     assert any((ROOT / word).is_file() for word in arguments if word.endswith(".py"))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import io
 import json
 import logging
 import pkgutil
@@ -30,7 +29,6 @@ from experiments.runs import (
     RunOptions,
     Store,
     StoreError,
-    run,
     tables,
     train_cell,
     variants,
@@ -42,10 +40,10 @@ pytestmark = pytest.mark.usefixtures("without_compiling")
 
 def test_all_experiments_name_what_there_is() -> None:
     for one in EXPERIMENTS.values():
-        assert set(one.workloads) <= set(workloads.names())
-        assert all(name.endswith(("/embedded", "/digits")) for name in one.workloads)  # no download
-        for method in one.methods:
-            assert [variants.method_of(method, variant) for variant in ("", *one.variants)]
+        assert {name for names in one.workloads.values() for name in names} <= set(workloads.names())
+        assert all(methods.get(name).label for name in one.methods)
+        for variant in (*one.variants, *one.more_variants):
+            assert variants.method_of("baoc-paper@0.5", variant).label.endswith(variant)
         assert set(one.columns) <= set(tables.COLUMNS)
 
 
@@ -53,10 +51,10 @@ def test_all_experiments_name_what_there_is() -> None:
 def test_every_variant_trains(variant: str, tiny: str) -> None:
     row = train_cell(cell_for(tiny, "baoc-paper@0.8", variant), RunOptions())
     assert row["error"] is None and row["diverged_at"] is None
-    assert row["label"] == f"paper's BAOC 0.8, {variant}"
+    assert row["label"] == f"BAOC (paper) 0.8, {variant}"
 
 
-@pytest.mark.parametrize(("variant", "restarts"), [("online, restarting", True), ("online, inheriting", False)])
+@pytest.mark.parametrize(("variant", "restarts"), [("online", True), ("online+inherit", False)])
 def test_only_the_restarting_variant_forgets(variant: str, restarts: bool) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 192)
@@ -78,21 +76,23 @@ def test_only_the_restarting_variant_forgets(variant: str, restarts: bool) -> No
 
 @pytest.mark.parametrize("name", ["muon", "baoc@0.5"])
 def test_a_variant_that_a_method_does_not_have_is_refused(name: str) -> None:
-    with pytest.raises(RunError, match=f"'{name}' has no variant 'gamma 0.9'"):
-        variants.method_of(name, "gamma 0.9")
+    with pytest.raises(RunError, match=f"'{name}' has no variant 'gamma=0.9'"):
+        variants.method_of(name, "gamma=0.9")
 
 
-def test_requests_are_checked_before_anything_is_trained(tiny: str, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"no experiment 'fixed'\. There are fixed-budget, sweep"):
+def test_requests_are_checked_before_anything_is_trained(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no experiment 'fixed'\. There are exp1, exp2"):
         Request("fixed")
-    with pytest.raises(RunError, match=r"no variant 'gamma 7'\. It has anchors -20%, .*gamma 0\.9"):
-        Request("diagnostics", variants=("gamma 7",))
+    with pytest.raises(RunError, match=r"no scale 'huge'\. There are small, paper"):
+        Request("exp1", scale="huge")
+    with pytest.raises(RunError, match=r"no variant 'gamma=7'\. It has s=1%, .*gamma=0\.9"):
+        Request("diagnostics", variants=("gamma=7",))
     with pytest.raises(RunError, match="seeds is 0"):
-        Request("sweep", seeds=0)
-    with pytest.raises(RunError, match="has no variant"):
-        run(Request("online", tmp_path / "out", (tiny,), ("muon",)), io.StringIO())
+        Request("exp2", seeds=0)
+    with pytest.raises(RunError, match="only the paper's planner has variants"):
+        Request("online", methods=("muon",), variants=("online",))
     with pytest.raises(StoreError, match="no finished runs"):
-        experiments.runs.tables_of(Request("sweep", tmp_path / "nowhere"))
+        experiments.runs.tables_of(Request("exp2", tmp_path / "nowhere"))
 
 
 # ---- the command line ----
@@ -113,7 +113,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str], *words: str) ->
 def test_the_commands_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     listed = capsys.readouterr().err.split()
-    for name in (*EXPERIMENTS, "workloads", "train", "record", "statemem"):
+    for name in ("paper", "states", "workloads", "train", "record", "statemem"):
         assert name in listed
         with pytest.raises(SystemExit, match="0"):
             main([name, "--help"])
@@ -123,27 +123,28 @@ def test_the_commands_are_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_module_runs_as_the_command_and_help_loads_no_other_library() -> None:
     code = (
         "import contextlib, runpy, sys\n"
-        "sys.argv = ['', 'sweep', '--help']\n"
+        "sys.argv = ['', 'paper', '--help']\n"
         "with contextlib.suppress(SystemExit): runpy.run_module('experiments', run_name='__main__')\n"
         "sys.exit(not {'bitsandbytes', 'diffusers', 'matplotlib', 'torchao', 'transformers'}.isdisjoint(sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert found.returncode == 0 and found.stderr == ""
-    assert found.stdout.startswith("usage: python -m experiments sweep")
+    assert found.stdout.startswith("usage: python -m experiments paper")
 
 
 def test_the_commands_refuse_in_one_line(
     tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused(["fixd"], capsys, "fixed-budget")
-    refused(["sweep", "--workload", "gpt-smal/embedded"], capsys, "gpt-small/embedded")
-    refused(["sweep", "--workload", tiny, "--method", "moun"], capsys, "Did you mean muon?")
-    refused(["sweep", "--workload", tiny, "--variant", "gamma 0.9"], capsys, "has no variant")
-    refused(["sweep", "--workload", "nowhere.py"], capsys, "nowhere.py")
-    refused(["sweep", "--seeds", "0"], capsys, "at least 1")
-    refused(["sweep", "--length", "7", "--workload", tiny], capsys, "at least 8")
-    refused(["sweep", "--tables-only"], capsys, "no finished runs", "results/sweep")
+    refused(["papr"], capsys, "paper")
+    refused(["paper", "exp4"], capsys, "exp1")
+    refused(["paper", "exp2", "--workload", "gpt-smal/embedded"], capsys, "gpt-small/embedded")
+    refused(["paper", "exp2", "--workload", tiny, "--method", "moun"], capsys, "Did you mean muon?")
+    refused(["paper", "exp2", "--workload", tiny, "--variant", "gamma=0.9"], capsys, "has no variant")
+    refused(["paper", "exp2", "--workload", "nowhere.py"], capsys, "nowhere.py")
+    refused(["paper", "exp2", "--seeds", "0"], capsys, "at least 1")
+    refused(["paper", "exp2", "--length", "7", "--workload", tiny], capsys, "at least 8")
+    refused(["paper", "exp2", "--tables-only"], capsys, "no finished runs", "results/paper-small/exp2")
     refused(["workloads", "gpt-small"], capsys, "gpt-small")
     refused(["statemem", "--jsn"], capsys, "--jsn")
     refused(["train"], capsys, "NAME")
@@ -153,14 +154,12 @@ def test_the_commands_refuse_in_one_line(
 
 
 def test_a_command_runs_an_experiment(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["online", "--workload", tiny, "--no-tuning", "--seeds", "1", "--output", str(tmp_path / "o")]
+    argv = ["paper", "online", "--workload", tiny, "--no-tuning", "--seeds", "1", "--output", str(tmp_path / "o")]
     assert main(argv) == 0
     captured = capsys.readouterr()
-    assert (
-        "| paper's BAOC 0.5, online, restarting |" in captured.out
-        and f"saved {tmp_path / 'o' / 'table.md'}" in captured.out
-    )
-    assert "cell 3 of 3, about" in captured.err
+    assert "| BAOC (paper) 0.5, online+inherit |" in captured.out
+    assert f"saved {tmp_path / 'o' / 'online' / 'table.md'}" in captured.out
+    assert "variants: run 2 of 2, about 0 s left" in captured.err
     assert main([*argv, "--tables-only"]) == 0
 
 

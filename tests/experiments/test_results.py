@@ -1,17 +1,14 @@
-"""What is made of finished runs, tables and figures, and what a person sees of those that are on."""
+"""What is made of finished runs: tables, figures and pages."""
 
 from __future__ import annotations
 
 import csv
-import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.runs import EXPERIMENTS, Row, Store, report
-from experiments.runs.progress import Board
-from experiments.runs.series import Series
+from experiments.runs import EXPERIMENTS, Row, Store, paper_page, report
 
 
 def made_up(method: str, seed: int, test: float | None, **changes: Any) -> Row:
@@ -71,7 +68,7 @@ def written(tmp_path: Path, name: str, rows: list[Row]) -> list[Path]:
 
 
 def test_tables_have_means_and_spreads(tmp_path: Path) -> None:
-    markdown, table, *_ = written(tmp_path, "sweep", made_up_runs())
+    markdown, table, *_ = written(tmp_path, "exp2", made_up_runs())
     lines = {line.split("|")[1].strip(): line for line in markdown.read_text().splitlines() if line.startswith("|")}
     assert "8.0000 ± 1.4142" in lines["adamw16"]  # of 7 and 9: at the chosen learning rate, both seeds
     assert "10.500 ± 0.707" in lines["adamw16"] and "3.0000 ± 0.0000" in lines["adamw16"]
@@ -89,23 +86,23 @@ def test_tables_have_means_and_spreads(tmp_path: Path) -> None:
 def test_accuracy_is_in_percent_and_the_highest_is_best(tmp_path: Path) -> None:
     scores = {"a": 0.5, "b": 0.6}
     rows = [made_up(name, 0, at, metric="accuracy", higher_is_better=True) for name, at in scores.items()]
-    text = written(tmp_path, "fixed-budget", rows)[0].read_text()
+    text = written(tmp_path, "exp1", rows)[0].read_text()
     assert "Test accuracy (%)" in text and "**60.000**" in text and "50.000" in text
 
 
-def test_methods_are_compared_with_adamw32_seed_by_seed(tmp_path: Path) -> None:
-    scores = {("adamw32", 0): 10.0, ("adamw32", 1): 20.0, ("muon", 0): 9.0, ("muon", 1): 19.0, ("muon", 2): 1.0}
+def test_methods_are_compared_with_the_reference_seed_by_seed(tmp_path: Path) -> None:
+    scores = {("adamw16", 0): 10.0, ("adamw16", 1): 20.0, ("muon", 0): 9.0, ("muon", 1): 19.0, ("muon", 2): 1.0}
     rows = [made_up(name, seed, score) for (name, seed), score in scores.items()]
-    text = written(tmp_path, "fixed-budget", rows)[0].read_text()
-    assert "against AdamW32 (%)" in text
+    text = written(tmp_path, "exp1", rows)[0].read_text()
+    assert "against adamw16 (%)" in text
     assert "| -7.50 ± 3.54 |" in text  # of -10% and -5%; seed 2 has no partner
 
 
 def test_accuracies_are_compared_in_points(tmp_path: Path) -> None:
-    scores = {"adamw32": 0.5, "muon": 0.6}
+    scores = {"adamw16": 0.5, "muon": 0.6}
     rows = [made_up(name, 0, at, metric="accuracy", higher_is_better=True) for name, at in scores.items()]
-    text = written(tmp_path, "fixed-budget", rows)[0].read_text()
-    assert "against AdamW32 (points)" in text and "| +10.00 |" in text
+    text = written(tmp_path, "exp1", rows)[0].read_text()
+    assert "against adamw16 (points)" in text and "| +10.00 |" in text
 
 
 def test_the_page_compares_at_one_learning_rate_and_at_each_ones_own(tmp_path: Path) -> None:
@@ -139,14 +136,14 @@ def test_the_page_compares_at_one_learning_rate_and_at_each_ones_own(tmp_path: P
 
 def test_the_overview_has_workloads_side_by_side(tmp_path: Path) -> None:
     rows = [
-        *(made_up("adamw32", seed, 8.0) for seed in (0, 1)),
+        *(made_up("adamw16", seed, 8.0) for seed in (0, 1)),
         *(made_up("muon", seed, 4.0 + 2 * seed) for seed in (0, 1)),
-        made_up("adamw32", 0, 5.0, workload="other"),
+        made_up("adamw16", 0, 5.0, workload="other"),
         made_up("spam", 0, None, workload="other"),
     ]
-    (overview,) = [file for file in written(tmp_path, "fixed-budget", rows) if file.name == "overview.md"]
+    (overview,) = [file for file in written(tmp_path, "exp1", rows) if file.name == "overview.md"]
     lines = overview.read_text().splitlines()
-    assert "| Method | w | other |" in lines and "| adamw32 | 8, 50% | 5, 50% |" in lines
+    assert "| Method | w | other |" in lines and "| adamw16 | 8, 50% | 5, 50% |" in lines
     assert "| muon | 5 (-37.5 ± 17.7), 50% |  |" in lines and "| spam |  | diverged |" in lines
 
 
@@ -156,62 +153,67 @@ def test_choices_are_written_down(tmp_path: Path) -> None:
         shares = {"adamw[m=int8,v=int8]": 1 - share, last: share}
         return made_up("baoc@0.5", seed, 7.0, plan={"blocks": blocks, "shares": shares})
 
-    files = written(
-        tmp_path, "fixed-budget", [made_up("adamw32", 0, 7.0), planned(0, "sgd", 0.5), planned(1, "sgdw", 0.1)]
-    )
+    files = written(tmp_path, "exp1", [made_up("adamw32", 0, 7.0), planned(0, "sgd", 0.5), planned(1, "sgdw", 0.1)])
     (choices,) = [file.read_text() for file in files if file.name == "choices.md"]
     assert "| Method | adamw-8 | sgd | sgdw |" in choices and "| baoc@0.5 | 70.0 | 25.0 | 5.0 |" in choices
     assert "| 0, 1 | `h.0` | adamw-8 |" in choices and "| 0, 1 | `head` | sgd or sgdw |" in choices
-    assert not any(
-        "choices" in file.name for file in written(tmp_path / "b", "fixed-budget", [made_up("muon", 0, 7.0)])
-    )
+    assert not any("choices" in file.name for file in written(tmp_path / "b", "exp1", [made_up("muon", 0, 7.0)]))
 
 
 def test_variants_are_compared_with_the_default(tmp_path: Path) -> None:
+    def varied(seed: int, test: float, variant: str, configuration: str, **changes: Any) -> Row:
+        plan = {"blocks": {"all": configuration}, "shares": {configuration: 1.0}}
+        label = f"BAOC{variant and f', {variant}'}"
+        return made_up("baoc-paper@0.5", seed, test, variant=variant, label=label, plan=plan, **changes)
+
     rows = [
-        made_up("baoc@0.5", 0, 7.0, plan={"blocks": {"all": "adamw-8"}, "shares": {"adamw-8": 1.0}}),
-        made_up("baoc@0.5", 0, 7.5, variant="no SGD", label="no SGD", plan={"blocks": {}, "shares": {"adamw-16": 1.0}}),
+        *(varied(seed, 7.0, "", "adamw-8") for seed in (0, 1)),
+        *(varied(seed, 7.5, "no-SGD", "adamw-16") for seed in (0, 1)),
+        *(varied(seed, 7.0, "gamma=0.2", "adamw-8", same_plan=True) for seed in (0, 1)),
+        varied(0, 7.0, "gamma=0.9", "adamw-8", same_plan=True),
+        varied(1, 8.0, "gamma=0.9", "adamw-16"),
     ]
     text = written(tmp_path, "diagnostics", rows)[0].read_text()
-    assert "| 100.00 |" in text and "Peak is VmHWM of the process." in text
+    assert "| 100.00 ± 0.00 |" in text and "Peak is VmHWM of the process." in text
+    assert "| BAOC, gamma=0.2 (same plan) |" in text
+    assert "| BAOC, gamma=0.9 (same plan, 1 of 2 seeds) |" in text
+    assert "| BAOC, no-SGD |" in text
 
 
-@pytest.mark.parametrize("name", ["fixed-budget", "sweep"])
+def test_the_page_has_what_the_paper_says_and_what_is_seen(tmp_path: Path) -> None:
+    half = 45 * 2**20
+
+    def seeds(method: str, scores: tuple[float, ...], **changes: Any) -> list[Row]:
+        about = {"reference_bytes": 2 * half, "state_bytes": half, "settings": SETTINGS}
+        return [made_up(method, seed, score, **{**about, **changes}) for seed, score in enumerate(scores)]
+
+    rows = [
+        *seeds("adamw16", (10.0, 11.0, 12.0), state_bytes=2 * half),
+        *seeds("adamw8", (10.0, 11.0, 12.0)),
+        *seeds("by-type@0.5", (9.0, 9.9, 10.8)),
+        *seeds("baoc-paper@0.5", (10.0, 11.0, 12.01), seconds=30.0),
+    ]
+    written(tmp_path / "paper" / "exp1", "exp1", rows)
+    page = paper_page.write(tmp_path / "paper")
+    text = page.read_text()
+    assert page == tmp_path / "paper.md"
+    said = [line.split(" | ") for line in text.splitlines() if line.endswith((" | no |", " | yes |"))]
+    assert [verdict.rstrip(" |") for *_, verdict in said] == ["no", "no", "yes", "yes", "yes"]  # negatives first
+    by_claim = {claim.strip("| "): seen for claim, seen, _ in said}
+    assert by_claim["its test score is better than Heu-1's"].startswith("w 11.1 ± 0.0% worse")
+    assert "% longer" in by_claim["less state does not cost wall-clock time (against AdamW16)"]
+    assert by_claim["BAOC holds at most half of AdamW16's state"] == "w 50.0% of AdamW16's state"
+    assert "python -m experiments paper exp1 --workload w --steps 10 --seeds 3 --batch-size 4 --method adamw16" in text
+    page.write_text(text + "\n## Reading\n\nIt is slower.\n")
+    assert paper_page.write(tmp_path / "paper").read_text() == text + "\n## Reading\n\nIt is slower.\n"
+
+
+SETTINGS = {"batch_size": 4, "length": None, "pretrained": None, "eval_batches": None}
+
+
+@pytest.mark.parametrize("name", ["exp1", "exp2"])
 def test_figures_are_drawn(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     *_, figure = written(tmp_path, name, made_up_runs())
     assert figure.name == f"{EXPERIMENTS[name].figure}.png"
     assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 10_000
-
-
-# ---- progress ----
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_progress_says_what_is_left() -> None:
-    series = Series("w", "muon", 100, (1.0,), (0, 1, 2))
-    stream, now = Terminal(), [0.0]
-    board = Board([series], stream, clock=lambda: now[0])
-    cell, other, _ = series.finals(1.0)[0]
-    board.begin(cell, "Muon")
-    board.step(50, 100, 2.5)
-    now[0] = 60.0
-    board.end(cell)
-    board.begin(other, "Muon")
-    first, bar, last, _ = stream.getvalue().split("\n")
-    assert first == "cell 1 of 3: w, Muon, seed 0, lr x1"
-    assert "[###############...............] 50/100, loss 2.5" in bar
-    assert last == "cell 2 of 3, about 2 min left: w, Muon, seed 1, lr x1"
-
-
-def test_progress_is_plain_lines_elsewhere() -> None:
-    stream = io.StringIO()
-    board = Board([], stream)
-    for step in range(1, 101):
-        board.step(step, 100, float("nan") if step == 100 else 1.0)
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 4 and lines[-1] == "  step 100/100, loss not finite"

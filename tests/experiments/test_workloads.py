@@ -28,7 +28,8 @@ for package in ("transformers", "diffusers", "tokenizers", "sklearn"):
 
 SIZES = {size: settings for _, sizes in FAMILIES for size, settings in sizes.items()}
 FINE_TUNED = ["gpt-small/alpaca-gsm8k", "vit-small/cifar10-classes", "vit-small/digits-classes"]
-SMALL = [name for name in names() if "-small/" in name and name not in FINE_TUNED]
+IMAGES = "vit-small/imagenet"  # test_paper.py makes its folder
+SMALL = [name for name in names() if "-small/" in name and name not in (*FINE_TUNED, IMAGES)]
 PAPER = [
     "vit/cifar10", "gpt2/alpaca", "gpt2/gsm8k", "t5-base/alpaca", "t5-base/gsm8k", "unet/cifar10", "llama3.2-1b/alpaca",
     "llama3.2-1b/gsm8k", "llama3.2-3b/alpaca", "llama3.2-3b/gsm8k",

@@ -58,7 +58,7 @@ def class_of(workload: str) -> Any:
 
 def request_for(tiny: str, tmp_path: Path, **changes: Any) -> Request:
     asked = {"workloads": (tiny,), "methods": ("adamw32", "baoc@0.5"), "seeds": 1, "tuning": False}
-    return Request("fixed-budget", output=tmp_path / "out", **{**asked, **changes})
+    return Request("exp1", output=tmp_path / "out", **{**asked, **changes})
 
 
 def cell_for(tiny: str, method: str, variant: str = "") -> Cell:

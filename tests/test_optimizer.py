@@ -131,13 +131,13 @@ def test_tokens_change_the_plan_once_before_state_has_content(use_closure, monke
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     optimizer = make(model, EffectPlanner(time=1.3), memory=0.3)
     changes = []
-    set_plan = BAOC.set_plan
+    change_plan = BAOC._change_plan
 
     def spy(self, plan, **settings):
         changes.append(all(not int(v) for s in self.state.values() for k, v in s.items() if k.endswith(".age")))
-        set_plan(self, plan, **settings)
+        change_plan(self, plan, **settings)
 
-    monkeypatch.setattr(BAOC, "set_plan", spy)
+    monkeypatch.setattr(BAOC, "_change_plan", spy)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()

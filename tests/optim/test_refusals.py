@@ -7,6 +7,7 @@ import math
 from decimal import Decimal
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -33,6 +34,13 @@ BAD_SETTINGS = [
     ({"weight_decay": -1}, "invalid weight_decay: -1"),
     ({"weight_decay": math.inf}, "invalid weight_decay: inf"),
     ({"lr": None}, "invalid lr: None"),
+    ({"lr": 10**400}, "invalid lr: an integer of 1329 bits"),
+    ({"betas": (10**400, 0.9)}, r"invalid betas\[0\]: an integer of 1329 bits"),
+    ({"weight_decay": 10**400}, "invalid weight_decay: an integer of 1329 bits"),
+    *(
+        ({"maximize": value}, "invalid maximize: .*True or False")
+        for value in (Decimal(0), Fraction(0), 0, 1.0, "no", None, np.int64(1), torch.tensor(True))
+    ),
     ({"betas": 0.9}, "invalid betas: 0.9. It must be two numbers"),
     ({"betas": (0.9, None)}, r"invalid betas\[1\]: None"),
     ({"betas": ("0.9", 0.99)}, r"invalid betas\[0\]: '0.9'. It must be a number in"),

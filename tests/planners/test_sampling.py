@@ -670,18 +670,23 @@ def saved(**changes: object) -> dict[str, object]:
 
 
 WRONG_FILES = {
-    "empty": (b"", "holds no gradient statistics"),
-    "text": (b"no pickle at all", "holds no gradient statistics"),
-    "json": (b'{"format": "baoc.plan"}', "holds no gradient statistics"),
-    "list": ([1, 2, 3], "holds no gradient statistics"),
-    "checkpoint": ({"state": {}, "param_groups": []}, "holds no gradient statistics"),
-    "module": (nn.Linear(2, 2), "holds no gradient statistics"),
+    "empty": (b"", "not a file of gradient statistics"),
+    "text": (b"no pickle at all", "not a file of gradient statistics"),
+    "json": (b'{"format": "baoc.plan"}', "not a file of gradient statistics"),
+    "list": ([1, 2, 3], "not a file of gradient statistics"),
+    "checkpoint": ({"state": {}, "param_groups": []}, "not a file of gradient statistics"),
+    "module": (nn.Linear(2, 2), "not a file of gradient statistics"),
     "another version": (saved(version=99), "version 99"),
     "no version": (saved(version=None), "version None"),
     "no records": (saved(records=None), "damaged"),
     "half a record": (saved(records=[{"name": "w"}]), "damaged"),
     "records no list": (saved(records=5), "damaged"),
     "no betas": (saved(betas=None), "damaged"),
+    "a huge shape": (
+        saved(records=[{"name": "w", "shape": (1 << 40, 1 << 40)}]),
+        "damaged: ValueError: shape cannot be",
+    ),
+    "a huge size": (saved(records=[{"name": "w", "shape": (10**400,)}]), "damaged.*shape cannot be"),
 }
 
 
@@ -707,7 +712,7 @@ def test_a_cut_file_is_refused_and_a_missing_one_is_missing(tmp_path):
     path = tmp_path / "statistics.pt"
     GradientStatistics.from_sampler(sampler, params).save(path)
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(StatisticsError, match="holds no gradient statistics"):
+    with pytest.raises(StatisticsError, match="not a file of gradient statistics"):
         GradientStatistics.load(path)
     with pytest.raises(FileNotFoundError):
         GradientStatistics.load(tmp_path / "nothing.pt")

@@ -297,7 +297,7 @@ class Plan:
         Raises:
             PlanError: if the text is not a plan file.
         """
-        content = read_json(text, "plan file", FORMAT, VERSION, PlanError)
+        content = read_json(text, "a plan file", FORMAT, VERSION, PlanError)
         blocks, settings = content.get("blocks"), content.get("settings", {})
         if not isinstance(blocks, list) or not isinstance(settings, dict):
             raise PlanError('the plan file is damaged: "blocks" must be a list, and "settings" an object.')

@@ -18,6 +18,7 @@ from baoc.core.sharding import rows_per_rank
 from baoc.core.spec import DEFAULT_BETAS, Shape, real_shape
 from baoc.core.text import check_names
 from baoc.optim import checkpoint, groups, kernels, migrate
+from baoc.optim.agreement import Peers
 from baoc.optim.engine import Engine
 from baoc.optim.groups import Group, Member, Members
 from baoc.optim.guard import Guard
@@ -120,11 +121,13 @@ class BlockOptimizer(torch.optim.Optimizer):
         on_nonfinite: str = "step",
         offload: bool | None = None,
         offload_bucket: int | str = BUCKET_BYTES,
+        peers: Peers | None = None,
     ) -> None:
         """Do everything that a constructor does, except to choose a plan and install it. Allocates no state.
 
         ``defaults`` are lr, betas, eps, weight_decay and maximize of the param groups. ``configuration`` is that of
-        groups that have none of their own, ``adamw-32`` by default. The others are as in the constructor.
+        groups that have none of their own, ``adamw-32`` by default. ``peers`` are ranks that train the same model. The
+        others are as in the constructor.
         """
         own = {setting.name: setting.default for setting in known_settings().values()}
         arguments = [name for name in inspect.signature(type(self).__init__).parameters if name != "self"]
@@ -136,7 +139,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             )
         self._engine = Engine(kernel, bucket_bytes(offload_bucket))
         self._offload = offload
-        self._guard = Guard(on_nonfinite)
+        self._guard = Guard(on_nonfinite, peers)
         self._watch = Watch()
         self._default = parse(DEFAULT_CONFIGURATION if configuration is None else configuration)
         self._roles = roles_of(params) if isinstance(params, nn.Module) else {}
@@ -179,6 +182,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         members = self._current_members()
         jobs = self._collect_jobs(members.all)
         if not jobs:
+            if members.all:  # other ranks may have gradients, and ask this one
+                self._guard.admits({members.all[0].param.device: []}, members.ranks)
             return False
         kernel_of = {device: self._engine.kernel_for(device, mine) for device, mine in jobs.items()}
         if any(map(graphs.is_capturing, jobs)):
@@ -362,7 +367,6 @@ class BlockOptimizer(torch.optim.Optimizer):
         self.__dict__.update(_plan=plan, _is_planned=True, _members=None)
         self._current_members()
 
-    @torch.no_grad()
     def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
         """Change configurations in the middle of training.
 
@@ -381,17 +385,26 @@ class BlockOptimizer(torch.optim.Optimizer):
             >>> optimizer.plan.state_bytes
             4416
         """
-        self.synchronize()
-        shapes, members = self._shapes(), self.members()
         if not isinstance(plan, Plan):
+            shapes = self._shapes()
             roles = self._roles_of(shapes)
             Plan.refuse_unsuited(parse(plan), shapes, roles)
             plan = Plan.uniform(plan, shapes, roles).offloaded(host=bool(self._offload))
-        plan.check(shapes)
+        self._change_plan(plan, inherit=inherit)
+
+    @torch.no_grad()
+    def _change_plan(self, plan: Plan, *, inherit: bool, attempt: migrate.Attempt = migrate.alone) -> None:
+        """Convert all state to a plan. ``attempt`` calls what may fail for lack of memory."""
+        self.synchronize()
+        members = self.members()
+        plan.check(self._shapes())
         groups.refuse_offloading(members, plan)
-        self._change = migrate.Change(members, self.state, plan, has_stepped=self._steps > 0, inherit=inherit)
+        has_stepped = self._steps > 0
+        self._change = attempt(
+            lambda: migrate.Change(members, self.state, plan, has_stepped=has_stepped, inherit=inherit)
+        )
         try:
-            self._change.run()
+            self._change.run(attempt)
         finally:
             self._finish_change()
 

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from baoc.core.configuration import Configuration, parse
 from baoc.core.plan import Plan
-from baoc.planners.base import Budget, Progress, Session, check_choice, check_count, check_flag, check_time
+from baoc.planners.base import (
+    Budget,
+    Progress,
+    Session,
+    check_choice,
+    check_count,
+    check_flag,
+    check_time,
+    is_number,
+)
 from baoc.planners.effects import parsed_candidates
 from baoc.planners.model_facts import ModelFacts
 from baoc.planners.paper.coordinates import FLOOR, RATIO
@@ -263,7 +272,6 @@ class PaperSession:
 
 def _check_number(name: str, value: object, *, above: float | None = None, at_most: float = math.inf) -> None:
     least = "above 0" if above is not None else "of at least 0"
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not (0 <= value <= at_most) or (above is not None and not value > above):  # type: ignore[operator]
+    if not is_number(value) or not (0 <= value <= at_most) or (above is not None and not value > above):  # type: ignore[operator]
         most = f" and at most {at_most:g}" if math.isfinite(at_most) else ""
         raise ValueError(f"{name} must be a number {least}{most}, got {value!r}.")

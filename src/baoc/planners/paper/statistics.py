@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baoc.core.files import replaced
+from baoc.core.block import MOST_NUMEL
+from baoc.core.files import check_header, replaced
 from baoc.core.spec import Shape, real_shape
 from baoc.planners.model_facts import ModelFacts
 from baoc.planners.paper.sampling import Sampler
@@ -46,7 +47,7 @@ class TensorRecord:
 
     @property
     def numel(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def weight(self) -> float:
@@ -150,13 +151,8 @@ class GradientStatistics:
         except FileNotFoundError:
             raise
         except Exception as error:
-            raise StatisticsError(f"{source} holds no gradient statistics: {type(error).__name__}.") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise StatisticsError(f'{source} holds no gradient statistics: it has no "format": "{FORMAT}".')
-        if content.get("version") != VERSION:
-            raise StatisticsError(
-                f"{source} has version {content.get('version')!r}, and this baoc reads version {VERSION}."
-            )
+            raise StatisticsError(f"{source} is not a file of gradient statistics: {type(error).__name__}.") from None
+        check_header(content, "a file of gradient statistics", FORMAT, VERSION, StatisticsError, source)
         try:
             return cls._read(content)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -182,6 +178,7 @@ def _read_record(saved: Mapping[str, Any]) -> TensorRecord:
     for key in ("shape", "grid"):
         fields[key] = tuple(fields[key])
         _check(all(type(size) is int and size >= 0 for size in fields[key]), key, fields[key])
+        _check(math.prod(fields[key]) <= MOST_NUMEL, key, fields[key])
     record = TensorRecord(**fields)
     _check(isinstance(record.name, str) and len(record.grid) == 3, "grid", record.grid)
     for lists, most in (

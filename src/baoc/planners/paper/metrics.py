@@ -98,7 +98,7 @@ class Metrics:
         """Return Q(b) of Eq. 8: the cosine between AdamW's update with b-bit state and with fp32 state."""
         configuration = parse(f"adamw-{bits}")
         stored = {slot.name: configuration.codec(slot.name) for slot in configuration.slots}
-        u32, exact_norm = self._exact_direction(configuration, {name: CODECS["fp32"] for name in stored})
+        u32, exact_norm = self._exact_direction(configuration, dict.fromkeys(stored, CODECS["fp32"]))
         ub = self._direction(configuration, stored)
         return float(u32 @ ub) / (exact_norm * float(np.linalg.norm(ub)) + self._epsilon)
 

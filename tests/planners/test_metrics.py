@@ -245,8 +245,10 @@ def slow_residual(block: Recording, epsilon: float) -> float | None:
         _, height, width = tensor.grid
         rows = [tensor.second[i : i + width] for i in range(0, len(tensor.second) - width + 1, width)]
         for start in range(0, len(rows), height):
-            found = True
             matrix = rows[start : start + height]
+            if len(matrix) < min(2, tensor.shape[-2]) or width < min(2, tensor.shape[-1]):
+                continue
+            found = True
             row_means = [sum(row) / len(row) for row in matrix]
             col_means = [sum(row[j] for row in matrix) / len(matrix) for j in range(width)]
             mean = sum(row_means) / len(row_means)

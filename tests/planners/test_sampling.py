@@ -247,12 +247,12 @@ def test_nbytes_is_what_is_held_from_the_first_step_to_the_last():
         assert sampler.observe(params)
 
 
-def test_samples_take_a_fifth_of_a_percent_of_the_parameters():
+def test_samples_take_a_third_of_a_percent_of_the_parameters():
     """Everything that is held, on GPT2-small at the paper's ratio."""
     pytest.importorskip("transformers")
     with torch.device("meta"):
         params = dict(MODELS["gpt2-small"]().named_parameters())
-    assert Sampler(params, ratio=0.001).nbytes <= 0.002 * sum(4 * param.numel() for param in params.values())
+    assert Sampler(params, ratio=0.001).nbytes <= 0.0035 * sum(4 * param.numel() for param in params.values())
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_sampling_never_holds_a_copy_of_a_gradient(grad):
 def test_a_non_finite_step_is_skipped_and_counted(bad, dtype):
     """The streams go on as if it had never been, those of the other parameters too."""
     params = {"a": parameter((10, 10), dtype), "b": parameter((5,), dtype)}
-    sampler, untouched = Sampler(params), Sampler(params)
+    sampler, untouched = Sampler(params, floor=256), Sampler(params, floor=256)
     for step in range(4):
         for param in params.values():
             param.grad = torch.randn(param.shape).to(dtype)
@@ -395,7 +395,7 @@ def test_a_step_is_one_number_for_the_host():
 
 def test_dots_and_squares_are_of_the_last_steps_in_order():
     param = parameter((3,))
-    sampler = Sampler({"w": param})
+    sampler = Sampler({"w": param}, floor=3)
     for step in range(1, 2 * HISTORY + 4):
         param.grad = torch.full((3,), float(step))
         sampler.observe({"w": param})
@@ -534,7 +534,7 @@ def test_statistics_hold_moments_as_printed_and_values():
 
 def test_saved_statistics_are_the_same(tmp_path):
     params = {name: parameter(shape) for name, shape in SHAPES.items()}
-    sampler = Sampler(params, ratio=0.02, seed=7, betas=(0.85, 0.99))
+    sampler = Sampler(params, ratio=0.02, floor=256, seed=7, betas=(0.85, 0.99))
     for step in range(4):
         for param in params.values():
             param.grad = torch.randn(param.shape)

@@ -19,6 +19,7 @@ from baoc.core.text import names_checked, notice
 from baoc.optim import agreement, checkpoint, groups, migrate
 from baoc.optim.groups import Group
 from baoc.optim.optimizer import BlockOptimizer
+from baoc.optim.state import SAMPLES
 from baoc.planners.base import Budget, Memory, Planner, Progress
 from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import ModelFacts, TokenCounter
@@ -224,7 +225,8 @@ class BAOC(BlockOptimizer):
         """As in :class:`BlockOptimizer`, with more numbers.
 
         - ``steps``: steps that were made; ``warmup``: 1 while the planner warms up, else 0.
-        - ``planner_bytes``: bytes that the planner holds, such as samples. They are in ``state_bytes`` too.
+        - ``planner_bytes``: bytes that the planner holds on the device, such as samples. ``state_bytes`` is without
+          them.
         - ``budget_bytes`` and ``host_budget_bytes``: the budgets, where there are some.
         """
         numbers = super().metrics() | {"steps": float(self._steps), "warmup": float(self.is_warming_up)}
@@ -292,15 +294,20 @@ class BAOC(BlockOptimizer):
             self._planned_at, self._failed = self._steps, True
             logger.warning("no plan could be made, so training goes on with the current one: %s", error)
             return
-        is_new = self._install(plan, inherit=True, attempt=self._together())
+        is_new = self._install(plan, inherit=not self._restarts(plan), attempt=self._together())
         self._note_plan()
         if is_new:
             text = f"new plan at step {self._steps}: {one_line(self.plan)}. print(optimizer.plan) shows it"
             notice(text, quiet=not self._verbose)
 
+    def _restarts(self, plan: Plan) -> bool:
+        """Whether state is to start anew with a plan. The first one always takes over the state of the warm-up."""
+        restarts = self._planned_at is not None and not getattr(self._settings.planner, "inherit", True)
+        return restarts and _assignment(plan) != _assignment(self._plan)
+
     def _note_plan(self) -> None:
         self._planned_at, self._failed = self._steps, False
-        self._session.planned()
+        self._session.planned(self.plan)
         self._share_tensors()
 
     def _starting_plan(self) -> Plan:
@@ -363,7 +370,7 @@ class BAOC(BlockOptimizer):
     def _fits(self, plan: Plan) -> bool:
         budget = self._settings.budget
         allowed = budget.device_bytes(self._model().reference_bytes(per_rank=budget.is_per_rank))
-        return allowed is None or self._device_bytes(plan) + self._session.nbytes <= allowed
+        return allowed is None or self._device_bytes(plan) <= allowed
 
     def _device_bytes(self, plan: Plan) -> int:
         """Bytes that the budget is for."""
@@ -424,9 +431,9 @@ class BAOC(BlockOptimizer):
         """Keep the planner's tensors in the first parameter's state: all checkpoint readers look for tensors there."""
         trained = [member.param for member in self.members() if member.is_trained]
         for param in trained:
-            self.state[param].pop(checkpoint.SAMPLES, None)
+            self.state[param].pop(SAMPLES, None)
         if trained and (tensors := resume.tensors_of(self._session)):
-            self.state[trained[0]][checkpoint.SAMPLES] = tensors
+            self.state[trained[0]][SAMPLES] = tensors
 
     def _read_extra(self, loaded: checkpoint.Prepared) -> dict[str, Any]:
         names = [name for name, _ in groups.named_params(self.param_groups)]

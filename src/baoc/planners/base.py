@@ -126,8 +126,8 @@ class Session(Protocol):
     def take_over(self, other: Session) -> None:
         """Go on with what another session has learned, if it is of the same kind."""
 
-    def planned(self) -> None:
-        """Forget what only the plan just made needed."""
+    def planned(self, plan: Plan) -> None:
+        """Take note of the plan that all ranks have now, and forget what only making it needed."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return its part of a checkpoint: nested dicts and lists of plain values and tensors.

@@ -155,7 +155,7 @@ class EffectSession:
     def take_over(self, other: Session) -> None:
         pass
 
-    def planned(self) -> None:
+    def planned(self, plan: Plan) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:

@@ -39,20 +39,15 @@ class TensorRecord:
     name: str
     shape: Shape
     grid: tuple[int, int, int]  # matrices, rows, columns; samples are its first entries, row by row
-    first: Array  # (count,) mean gradient: the EMA of Eq. 3 divided by its mass
-    second: Array  # (count,) mean squared gradient, likewise
+    first: Array  # (count,) EMA of gradients as in Eq. 3, which starts at zero
+    second: Array  # (count,) EMA of squared gradients, likewise
     values: Array  # (count,) the parameter itself
-    dots: Array  # (steps,) <g_t, g_t-1> of the last steps; the first entry has no predecessor here
-    squares: Array  # (steps,) |g_t|^2, likewise
+    dots: Array  # (steps,) <g_t, g_t-1>; the first entry has no predecessor here
+    squares: Array  # (steps,) |g_t|^2
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def weight(self) -> float:
-        """How many elements one sample stands for. Tensors below the floor are sampled more densely."""
-        return self.numel / max(1, len(self.second))
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class GradientStatistics:
         skipped: steps that had non-finite gradients.
         seed: of the choice of coordinates.
         ratio: the share of coordinates that was sampled.
-        betas: decay of the sampled moments.
+        betas: beta_m and beta_v of Eq. 3.
         model: what else is known about the model.
 
     Example:
@@ -74,8 +69,8 @@ class GradientStatistics:
         >>> weight.grad = torch.ones(64, 64)
         >>> _ = sampler.observe({"weight": weight})
         >>> statistics = GradientStatistics.from_sampler(sampler, {"weight": weight})
-        >>> round(float(statistics.records["weight"].second.mean()), 2)
-        1.0
+        >>> round(float(statistics.records["weight"].second.mean()), 6)  # an EMA that starts at zero
+        0.001
     """
 
     records: Mapping[str, TensorRecord]
@@ -90,6 +85,11 @@ class GradientStatistics:
     def shapes(self) -> dict[str, Shape]:
         """Shapes of the model's parameters, in its own order."""
         return {name: record.shape for name, record in self.records.items()}
+
+    @property
+    def masses(self) -> tuple[float, float]:
+        """What the EMAs of a constant 1 would be: divided by them, moments are means."""
+        return 1 - self.betas[0] ** self.steps, 1 - self.betas[1] ** self.steps
 
     @classmethod
     def from_sampler(
@@ -110,7 +110,6 @@ class GradientStatistics:
                 f"no gradients were observed ({sampler.skipped} steps had non-finite ones). Call step() with gradients "
                 "before planning."
             )
-        masses = [1 - beta**sampler.steps for beta in sampler.betas]  # a short warm-up would inflate the SNR otherwise
         records = {}
         values = sampler.values(params)
         for name, stream in sampler.streams.items():
@@ -118,8 +117,8 @@ class GradientStatistics:
                 name=name,
                 shape=stream.coordinates.shape,
                 grid=stream.coordinates.grid,
-                first=_array(stream.first) / masses[0],
-                second=_array(stream.second) / masses[1],
+                first=_array(stream.first),
+                second=_array(stream.second),
                 values=_array(values[name]),
                 dots=_array(stream.dots),
                 squares=_array(stream.squares),

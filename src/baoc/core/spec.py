@@ -92,9 +92,6 @@ class Slot:
         codecs: the only codecs that can store it. Empty: all that do not refuse it.
         torch_dims: factors are taken over the last two dims, as in ``torch.optim.Adafactor``, instead of over the
             tensor as matrices.
-        divides: the slot that the update divides by the root of this one. Where rounding makes this slot smaller for an
-            element with zero gradient, kernels shrink that slot by the root of the same ratio. The element then moves
-            no further than with exact state.
     """
 
     name: str
@@ -104,7 +101,6 @@ class Slot:
     of_direction: bool = False
     codecs: tuple[str, ...] = ()
     torch_dims: bool = False
-    divides: str | None = None
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ SPIKE = 2.0**56
 """The smallest gradient that is treated as a spike. The squares of a few such elements overflow fp32. Where elements
 share numbers (a group's scale, a row's mean, a norm), one spike would spoil them all, so the state leaves it out."""
 
+BATCH_NUMEL = 15 << 20
+"""Update rules that need whole matrices work on batches of them: so many elements at once, with all that is made of
+them on the way, 60 MiB of fp32; or one matrix."""
+
 
 def real_shape(tensor: Tensor) -> Shape:
     """Return a parameter's shape as layouts see it.

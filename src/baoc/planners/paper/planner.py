@@ -188,6 +188,7 @@ class PaperSession:
         self._sampler: Sampler | None = Sampler(
             params, ratio=planner.sample_ratio, floor=planner.sample_floor, seed=planner.seed, betas=betas
         )
+        self._is_renamed = False
         self._diagnostics: list[list[float]] | None = None  # (units, 5), when they were last looked at
         self.statistics: GradientStatistics | None = None
         """Those that the last plan was made from."""
@@ -199,6 +200,14 @@ class PaperSession:
     @property
     def is_watching(self) -> bool:
         return self._sampler is not None
+
+    def is_of(self, params: Mapping[str, Tensor]) -> bool:
+        """Return whether its samples, if it has any, are of these parameters."""
+        return self._sampler is None or (not self._is_renamed and self._sampler.names == tuple(params))
+
+    def forget_names(self) -> None:
+        """Note that parameters have other names now: samples are not theirs any more."""
+        self._is_renamed = True
 
     def observe(self, params: Mapping[str, Tensor]) -> None:
         if self._sampler is not None:

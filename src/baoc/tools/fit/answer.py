@@ -34,7 +34,8 @@ class Choice:
         name: What the table calls it.
         plan: The plan.
         state: Bytes of state on the rank that holds the most, without state in host memory.
-        total: Bytes of everything on that rank.
+        total: Bytes of everything on that rank, with the workspace of an update where activations leave no room for
+            it: those are freed by then.
         loss: Expected change of the loss, in percent of AdamW32's. None if it was not measured.
     """
 
@@ -124,7 +125,7 @@ class Fitter:
         needed = self._measured.memory(setup)
         if memory is None:
             problem = self._problem(setup)
-            plan = _best_plan(problem, None if gpu is None else gpu - needed.total, setup.shards, host_memory)
+            plan = _best_plan(problem, gpu, needed, setup.shards, host_memory)
         else:
             budget = Budget(memory, host_memory)
             problem = self._problem(setup, per_rank=budget.is_per_rank)
@@ -168,18 +169,17 @@ class Fitter:
         for what, other in others.items():
             if other != setup:
                 memory = self._measured.memory(other)
-                room = None if gpu is None else gpu - memory.total
-                choice = _choice(what, _best_plan(self._problem(other), room, other.shards), memory, other)
+                choice = _choice(what, _best_plan(self._problem(other), gpu, memory, other.shards), memory, other)
                 yield Change(what, choice.total, choice.fits(gpu), choice.loss)
 
     def _offloaded(self, setup: Setup, gpu: int | None, needed: Memory) -> Change:
         """Return the change to state in host memory: the best plan, with a bus that transfers in both directions."""
-        plan = _best_plan(self._problem(setup), None, setup.shards).offloaded()
+        plan = _best_plan(self._problem(setup), None, needed, setup.shards).offloaded()
         seconds = max(plan_traffic(plan, setup.precision.weights, setup.precision.gradients)) / BUS
         return Change(
             "state in host memory",
-            needed.total,
-            gpu is None or needed.total <= gpu,
+            (total := _peak(plan, needed)),
+            gpu is None or total <= gpu,
             plan.settings.get("expected_loss"),
             f"--host-memory {math.ceil(plan.host_bytes / 2**20)}MiB, at least {seconds:.2g} s a step at "
             f"{BUS / 1e9:g} GB/s",
@@ -188,14 +188,24 @@ class Fitter:
 
 def _choice(name: str, plan: Plan, needed: Memory, setup: Setup) -> Choice:
     state = plan.sharded(setup.shards).device_bytes_per_rank
-    return Choice(name, plan, state, needed.total + state, plan.settings.get("expected_loss"))
+    return Choice(name, plan, state, _peak(plan, needed) + state, plan.settings.get("expected_loss"))
+
+
+def _peak(plan: Plan, needed: Memory) -> int:
+    """Return the bytes of everything but state. Activations are freed when the update needs its workspace."""
+    return needed.total + max(0, plan.workspace_bytes - (needed.activations or 0))
 
 
 def _best_plan(
-    problem: EffectProblem, room: int | None, shards: int, host_memory: float | int | str | None = None
+    problem: EffectProblem,
+    gpu: int | None,
+    needed: Memory,
+    shards: int,
+    host_memory: float | int | str | None = None,
 ) -> Plan:
-    """Return the best plan with at most ``room`` bytes on the rank that holds most, or the smallest plan."""
+    """Return the best plan that fits on a GPU beside what else is needed, or the smallest plan."""
     plan = problem.plan(Budget(AUTO))
+    room = None if gpu is None else gpu - _peak(plan, needed)
     if room is None or plan.sharded(shards).state_bytes_per_rank <= room:
         return plan
     try:

@@ -34,14 +34,15 @@ class Choice:
         name: What the table calls it.
         plan: The plan.
         state: Bytes of state on the rank that holds the most, without state in host memory.
-        total: Bytes of everything on that rank, with the workspace of an update where activations leave no room for
-            it: those are freed by then.
+        workspace: Bytes that an update needs for a moment beyond those of activations, which are freed by then.
+        total: Bytes of everything on that rank.
         loss: Expected change of the loss, in percent of AdamW32's. None if it was not measured.
     """
 
     name: str
     plan: Plan
     state: int
+    workspace: int
     total: int
     loss: float | None
 
@@ -178,7 +179,7 @@ class Fitter:
         seconds = max(plan_traffic(plan, setup.precision.weights, setup.precision.gradients)) / BUS
         return Change(
             "state in host memory",
-            (total := _peak(plan, needed)),
+            (total := needed.total + _workspace(plan, needed)),
             gpu is None or total <= gpu,
             plan.settings.get("expected_loss"),
             f"--host-memory {math.ceil(plan.host_bytes / 2**20)}MiB, at least {seconds:.2g} s a step at "
@@ -188,12 +189,13 @@ class Fitter:
 
 def _choice(name: str, plan: Plan, needed: Memory, setup: Setup) -> Choice:
     state = plan.sharded(setup.shards).device_bytes_per_rank
-    return Choice(name, plan, state, _peak(plan, needed) + state, plan.settings.get("expected_loss"))
+    workspace = _workspace(plan, needed)
+    return Choice(name, plan, state, workspace, needed.total + workspace + state, plan.settings.get("expected_loss"))
 
 
-def _peak(plan: Plan, needed: Memory) -> int:
-    """Return the bytes of everything but state. Activations are freed when the update needs its workspace."""
-    return needed.total + max(0, plan.workspace_bytes - (needed.activations or 0))
+def _workspace(plan: Plan, needed: Memory) -> int:
+    """Return the bytes of an update's workspace for which activations leave no room."""
+    return max(0, plan.workspace_bytes - (needed.activations or 0))
 
 
 def _best_plan(
@@ -205,7 +207,7 @@ def _best_plan(
 ) -> Plan:
     """Return the best plan that fits on a GPU beside what else is needed, or the smallest plan."""
     plan = problem.plan(Budget(AUTO))
-    room = None if gpu is None else gpu - _peak(plan, needed)
+    room = None if gpu is None else gpu - needed.total - _workspace(plan, needed)
     if room is None or plan.sharded(shards).state_bytes_per_rank <= room:
         return plan
     try:

@@ -34,7 +34,7 @@ LAYERS = {
         *("block", "plan", "budget"),
     ],
     "optim": [
-        *("agreement", "place", "state", "groups", "kernels", "staging", "engine", "guard", "watch"),
+        *("agreement", "place", "state", "overlap", "groups", "kernels", "staging", "engine", "guard", "watch"),
         *("migrate", "torch_state", "checkpoint", "optimizer", "prepare"),
     ],
     "planners": [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -152,6 +152,7 @@ class BAOC(BlockOptimizer):
 
     def _observe(self) -> None:
         """Let the planner read the gradients of a step that was made, and plan when it is time."""
+        self._follow_samples()
         params = self._params()
         self._session.observe(params)
         is_due = self._session.is_due(self._progress, params, self._model())
@@ -159,6 +160,23 @@ class BAOC(BlockOptimizer):
             is_due = self._peers.first(is_due)
         if is_due:
             self._plan_again()
+
+    def _follow_samples(self) -> None:
+        """Sample anew if parameters have left the optimizer since sampling began."""
+        params = self._params()
+        if isinstance(self._session, PaperSession) and not self._session.is_of(params):
+            self._session = self._settings.planner.start(params, self._model())
+            self._share_tensors()
+
+    def _rename(self, names: Mapping[str, str]) -> None:
+        super()._rename(names)
+        if "_session" not in self.__dict__:  # torch's constructor
+            return
+        self._names = [names[name] for name in self._names if name in names]
+        roles = {names[name]: role for name, role in self._facts.roles.items() if name in names}
+        self._facts = dataclasses.replace(self._facts, roles=roles)
+        if isinstance(self._session, PaperSession):
+            self._session.forget_names()
 
     # ---- plans ----
 
@@ -420,6 +438,7 @@ class BAOC(BlockOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with the plan and the planner's part."""
+        self._follow_samples()
         self._share_tensors()
         packed = super().state_dict()
         run = resume.Run(self._settings, self._progress, self._is_stale, self._facts, self._names, self._session)

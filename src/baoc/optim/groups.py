@@ -21,6 +21,7 @@ from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role, canonical_name
 from baoc.core.sharding import Ranks
 from baoc.core.spec import Hyper, Shape, real_shape
+from baoc.optim.overlap import refuse_shared_memory
 from baoc.optim.place import HOST, WHOLE, Place, has_own_memory, place_of
 from baoc.optim.state import Memo, ParamState, is_fresh, misfit, new_state
 
@@ -114,6 +115,7 @@ class Members:
         self.ranks: tuple[Ranks, ...] = tuple(
             dict.fromkeys(member.place.ranks for member in self.all if member.place.ranks is not None)
         )
+        refuse_shared_memory((member.name, member.param) for member in self.all)
         self._plan = plan
         self._sources = [_sources(group) for group in groups]
         self._geometry = [_geometry(member.param) for member in self.all]
@@ -403,7 +405,7 @@ def _in_range(value: Any, test: Any) -> bool:
 def _accepts(test: Any, value: Any) -> bool:
     try:
         return bool(test(value))
-    except (TypeError, ValueError):  # not a number, or not a pair of them
+    except (TypeError, ValueError, OverflowError):  # not a number, or not a pair of them
         return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -295,10 +296,20 @@ class BlockOptimizer(torch.optim.Optimizer):
         return [name for name, _ in named]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as in torch, with the plan. Every parameter has an entry, if only an empty one."""
+        """Return the state as in torch, with the plan. Every parameter has an entry, if only an empty one.
+
+        State of parameters that have left is not in it, but stays with the optimizer: they may come back.
+        """
         self.synchronize()
-        plan = self.plan
-        packed = super().state_dict()
+        plan, everything = self.plan, self.state
+        known = {id(member.param) for member in self.members()}
+        try:
+            self.state = defaultdict(
+                dict, {key: held for key, held in everything.items() if not isinstance(key, Tensor) or id(key) in known}
+            )
+            packed = super().state_dict()
+        finally:
+            self.state = everything
         checkpoint.write_plan(packed["param_groups"], plan)
         for key in (key for group in packed["param_groups"] for key in group["params"]):
             packed["state"].setdefault(key, {})
@@ -445,10 +456,23 @@ class BlockOptimizer(torch.optim.Optimizer):
     def _follow_groups(self) -> None:
         """Fit the plan to the parameters that are there: frameworks add and remove groups without notice."""
         named = dict(groups.named_params(self.param_groups))
+        before = {} if self._members is None else {id(member.param): member.name for member in self._members.all}
+        names = {before[id(param)]: name for name, param in named.items() if id(param) in before}
+        if any(old != name for old, name in names.items()):
+            self._rename(names)
         new = [(name, param) for name, param in named.items() if name not in self._plan]
         if new or len(named) != sum(len(block.parameters) for block in self._plan.blocks):
             kept = groups.restricted(self._plan, {name: real_shape(param) for name, param in named.items()})
             self._plan = self._extended(kept, len(self.param_groups) - 1, self._default, new)
+
+    def _rename(self, names: Mapping[str, str]) -> None:
+        """Follow parameters without names, which are called by their positions, when others leave before them.
+
+        Args:
+            names: new names by old ones. Parameters that are not there have left.
+        """
+        plan = self._plan.renamed(names)
+        self._plan = dataclasses.replace(plan, blocks=tuple(block for block in plan.blocks if block.parameters))
 
     def _rows_per_rank(self) -> dict[str, int]:
         """Return the most rows that a rank has of each sharded parameter."""

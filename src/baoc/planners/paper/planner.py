@@ -282,6 +282,7 @@ class PaperSession:
             granularity=unit_granularity(planner.granularity),
         )
         self._times: UpdateTimes | None = None  # those of the first rank, since the first plan
+        self._is_renamed = False
         self._diagnostics: list[list[float]] | None = None  # (units, 5), when they were last looked at
         self.statistics: GradientStatistics | None = None
         """Those that the last plan was made from."""
@@ -293,6 +294,14 @@ class PaperSession:
     @property
     def is_watching(self) -> bool:
         return self._sampler is not None
+
+    def is_of(self, params: Mapping[str, Tensor]) -> bool:
+        """Return whether its samples, if it has any, are of these parameters."""
+        return self._sampler is None or (not self._is_renamed and self._sampler.names == tuple(params))
+
+    def forget_names(self) -> None:
+        """Note that parameters have other names now: samples are not theirs any more."""
+        self._is_renamed = True
 
     def observe(self, params: Mapping[str, Tensor]) -> None:
         if self._sampler is not None:

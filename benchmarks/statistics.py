@@ -29,7 +29,7 @@ from baoc.core.spec import DEFAULT_BETAS, Shape
 from baoc.core.text import human_bytes
 from baoc.planners import cost
 from baoc.planners.paper import problem, units
-from baoc.planners.paper.coordinates import RATIO, draw
+from baoc.planners.paper.coordinates import RATIO, draw, sample_counts
 from baoc.planners.paper.problem import PaperProblem
 from baoc.planners.paper.sampling import Sampler
 from baoc.planners.paper.statistics import GradientStatistics, TensorRecord
@@ -108,8 +108,9 @@ def synthetic_statistics(shapes: Mapping[str, Shape], seed: int = 0) -> Gradient
     """
     generator, luck = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
     records = {}
+    counts = sample_counts(shapes)
     for name, shape in shapes.items():
-        coordinates = draw(shape, generator)
+        coordinates = draw(shape, generator, counts[name])
         second = np.exp(luck.normal(-16, luck.uniform(0.5, 2), coordinates.count))
         squares = luck.uniform(0.5, 2, WARMUP) * second.sum()
         records[name] = TensorRecord(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from baoc import BlockOptimizer
+from baoc.planners.paper.coordinates import sample_counts
 from baoc.solve import Problem
 from benchmarks import figure, planning, report, solve, statistics, step, targets
 from benchmarks.rows import BALANCED, CONFIGURATIONS, FUSED, Row, planned, rows, uniform
@@ -330,3 +331,13 @@ def test_numbers_of_something_else_are_refused(tmp_path):
     path.write_text("[1]")
     with pytest.raises(report.ReportError, match="does not hold"):
         report.load(path)
+
+
+def test_the_end_of_the_warmup_is_split_into_its_stages():
+    shapes = {"embed.weight": (600, 64), "fc.weight": (128, 64), "fc.bias": (128,), "head.weight": (600, 64)}
+    made = statistics.synthetic_statistics(shapes)
+    assert {name: len(record.second) for name, record in made.records.items()} == sample_counts(shapes)
+    first, cached = statistics._time_ends("small", made, 1, synthetic=True)
+    for row in (first, cached):
+        assert all(row[stage] > 0 for stage in statistics.STAGES), "a stage that nothing is counted for"
+        assert sum(row[stage] for stage in statistics.STAGES) == pytest.approx(row["total"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc import BAOC, Budget, ModelFacts, PaperPlanner, Plan, PlanError, StatisticsError, parse, state_bytes
+from baoc import (
+    BAOC,
+    Budget,
+    GradientStatistics,
+    ModelFacts,
+    PaperPlanner,
+    Plan,
+    PlanError,
+    StatisticsError,
+    parse,
+    state_bytes,
+)
 from baoc.planners.base import Progress
 from baoc.planners.paper.planner import PaperSession
 from baoc.planners.paper.risk import Anchors
@@ -121,14 +133,20 @@ def ages(optimizer: BAOC) -> list[int]:
 # ---- times ----
 
 
-def test_times_are_measured_once_and_kept_in_plan_and_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The measurements that were made."""
+    made = []
 
     def counted(*args: Any) -> UpdateTimes:
-        calls.append(args)
+        made.append(args)
         return measure(*args)
 
     monkeypatch.setattr("baoc.planners.paper.planner.measure", counted)
+    return made
+
+
+def test_times_are_measured_once_and_kept_in_plan_and_checkpoint(calls: list[Any]) -> None:
     model = make_model()
     optimizer = baoc(model, 0.5, times="measure", replan_every=3)
     train(model, optimizer, range(WARMUP))
@@ -142,10 +160,46 @@ def test_times_are_measured_once_and_kept_in_plan_and_checkpoint(monkeypatch: py
     assert len(calls) == 1
 
 
+def test_a_run_that_resumes_in_its_warmup_measures_at_its_end(calls: list[Any]) -> None:
+    model = make_model()
+    optimizer = baoc(model, 0.5, times="measure")
+    train(model, optimizer, range(WARMUP - 2))
+    resumed = baoc(model, 0.5, times="measure")
+    resumed.load_state_dict(through_file(optimizer.state_dict()))
+    assert not calls, "before the end of the warm-up"
+    train(model, resumed, range(WARMUP - 2, WARMUP + 2))
+    assert len(calls) == 1 and resumed.plan.settings["times"]["device"] == "cpu"
+
+
+def test_a_resumed_run_plans_again_with_its_old_times(calls: list[Any], tmp_path: Path) -> None:
+    """Also where samples are gone, and the next plan is made on request from saved statistics."""
+    model = make_model()
+    optimizer = baoc(model, 0.5, times="measure")
+    train(model, optimizer, range(WARMUP))
+    optimizer.statistics.save(tmp_path / "a.stats")
+    resumed = baoc(model, 0.5, times="measure")
+    resumed.load_state_dict(through_file(optimizer.state_dict()))
+    resumed.replan(statistics=GradientStatistics.load(tmp_path / "a.stats"))
+    assert resumed.plan == optimizer.plan and len(calls) == 1
+    train(model, resumed, range(WARMUP, WARMUP + 2))
+    assert resumed.plan == optimizer.plan and len(calls) == 1
+
+
+def test_other_times_are_never_measured(calls: list[Any]) -> None:
+    ratios = {str(candidate): 1.0 for candidate in PaperPlanner().candidates}
+    for times in ("gpu", ratios):
+        model = make_model()
+        optimizer = baoc(model, 0.5, times=times, replan_every=2)
+        train(model, optimizer, range(WARMUP + 4))
+        assert optimizer.plan.settings["times"] == times
+    assert optimizer.plan.settings["time"] == 1.0 and not calls
+
+
 def test_measured_times_come_from_a_file(tmp_path: Path) -> None:
     facts = ModelFacts.of(make_model())
     PaperPlanner().measured_times(facts, torch.device("cpu")).save(tmp_path / "times.json")
     planner = PaperPlanner(times=str(tmp_path / "times.json"), warmup=2, time=TIME)
+    assert planner == PaperPlanner(times=tmp_path / "times.json", warmup=2, time=TIME)
     assert planner == dataclasses.replace(planner, times=dataclasses.asdict(planner.times))  # as a checkpoint has it
     model = make_model()
     optimizer = BAOC(model, memory=0.5, planner=planner, verbose=False)
@@ -170,9 +224,30 @@ def test_the_warmup_can_run_on_any_configuration_or_plan() -> None:
         assert {block.configuration.alias for block in baoc(model, warmup_base=base).plan.blocks} == {"adamw-8"}
 
 
-def test_a_budget_that_no_plan_fits_is_refused_before_the_warmup() -> None:
-    with pytest.raises(PlanError, match=r"no plan fits memory=0\.001"):
-        baoc(make_model(), 0.001, forbid="sgd*")
+@pytest.mark.parametrize("base", ["adamw-16", "budget"])
+def test_a_budget_that_no_plan_fits_is_refused_before_the_warmup(base: str) -> None:
+    """With the smallest share that fits, at which the run trains and plans."""
+    settings = {"forbid": "sgd*", "warmup_base": base}
+    with pytest.raises(PlanError, match=r"no plan fits memory=0\.001: ") as caught:
+        baoc(make_model(), 0.001, **settings)
+    found = re.search(r"the smallest needs (\d+) B, ([\d.]+)% of AdamW16's state", str(caught.value))
+    assert found is not None
+    share = float(found[2]) / 100
+    with pytest.raises(PlanError, match="no plan fits memory="):
+        baoc(make_model(), share - 2e-4, **settings)
+    model = make_model()
+    optimizer = baoc(model, share, **settings)
+    train(model, optimizer, range(WARMUP))
+    assert not optimizer.is_warming_up and state_bytes(optimizer) <= share * optimizer.plan.reference_bytes
+
+
+def test_the_papers_candidates_fit_any_share() -> None:
+    """SGD has no state. So only constraints, fewer candidates or times make a share too small."""
+    assert PaperPlanner().problem(ModelFacts.of(make_model())).least_bytes() == 0
+    model = make_model()
+    optimizer = baoc(model, 1e-9)
+    train(model, optimizer, range(WARMUP))
+    assert state_bytes(optimizer) == 0
 
 
 def test_the_warmup_starts_where_the_budget_is_all_but_spent_on_samples() -> None:
@@ -338,7 +413,11 @@ BAD = {
     "bias_correction": [1, None],
     "epsilon": [0.0, -1e-12, math.inf],
     "inherit": [0, "no"],
-    "times": [3, "slow", {"adamw-8": 1.0}, {"adamw-99": 1.0}, {"sgd": -1.0}, __file__],
+    "times": [
+        *(3, None, "slow", Path("slow"), __file__, {"adamw-8": 1.0}, {"adamw-99": 1.0}, {5: 1.0}),
+        *({"sgd": ratio} for ratio in (-1.0, 0.0, math.nan, math.inf, "1", True)),
+        *({"device": "cpu", "seconds": seconds} for seconds in (None, {"8": 3}, {"8": {"sgd": 0.0}})),
+    ],
     "tau": [-0.1, 1.5, math.nan, "0.5"],
     "snr": ["sometimes", None, True],
     "diagnostic_weights": [{"speed": 1.0}, [1.0, 2.0], {"decay": -1.0}, 3],

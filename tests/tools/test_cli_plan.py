@@ -1,4 +1,4 @@
-"""``baoc plan``, ``explain``, ``frontier``, ``diff`` and ``calibrate`` as a person uses them."""
+"""``baoc plan``, ``explain``, ``frontier``, ``diff``, ``calibrate`` and ``measure`` as a person uses them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from baoc import GradientStatistics, Plan, make_plan
+from baoc import GradientStatistics, ModelFacts, PaperPlanner, Plan, make_plan, parse
+from baoc.planners.paper.problem import PAPER
 from baoc.planners.paper.risk import RISKS
+from baoc.planners.paper.times import UpdateTimes, signature
+from baoc.planners.paper.units import structural_units
 from baoc.tools.cli import main
 
 WORKLOAD = """
@@ -418,3 +421,81 @@ def test_calibrate_refuses_in_one_line(run: Any):
     refused(run("calibrate", "w.py:make_empty", "-o", "t.json"), "no batches")
     refused(run("calibrate", "w.py:make_broken", "--steps", "4", "-o", "t.json"), "the loss", "line")
     refused(run("calibrate", "w.py:make", "--steps", "2", "-o", "t.json"), "at least 4")
+
+
+# ---- baoc measure ----
+
+FEW = ("--configuration", "adamw-8", "--configuration", "sgd")
+
+
+def test_measure_and_plan_by_it(saved: Path, run: Any):
+    code, out, err = run("measure", "w.py:make", "-o", "times.json")
+    assert code == 0 and "building" in err and "building" not in out
+    lines = out.splitlines()
+    assert lines[0].split() == ["ratio", "to", "adamw-16", "least", "mean", "most"]
+    assert lines[2].split() == ["adamw-16", "1.00", "1.00", "1.00"]
+    assert {line.split()[0] for line in lines[2:-2]} == {c.alias for c in PAPER}
+    assert lines[-2] == "4 different units on cpu, fp32" and lines[-1].startswith(
+        "saved the update times to times.json"
+    )
+    measured = UpdateTimes.load(saved / "times.json")
+    plan = Plan.from_json(run("plan", "w.stats", "--times", "times.json", "--memory", "50%", *PAPERS, "--json")[1])
+    assert plan.settings["times"] == {"device": "cpu", "seconds": measured.seconds}
+    problem = PaperPlanner(times=measured, time=50).problem(*facts_and_statistics(saved))
+    rows = [problem.time[i, problem.candidates.index(b.configuration)] for i, b in enumerate(plan.blocks)]
+    assert plan.settings["time"] == pytest.approx(sum(rows) / len(rows), abs=1e-4)
+
+
+def facts_and_statistics(saved: Path) -> tuple[ModelFacts, GradientStatistics]:
+    statistics = GradientStatistics.load(saved / "w.stats")
+    return statistics.model, statistics
+
+
+def test_plan_measures_on_request(run: Any):
+    code, out, _ = run("plan", "w.stats", "--times", "measure", "--memory", "50%", *PAPERS, "--json")
+    times = Plan.from_json(out).settings["times"]
+    assert code == 0 and times["device"] == "cpu" and len(times["seconds"]) == 4
+
+
+def test_measured_times_bind(saved: Path, run: Any):
+    """A time budget that only the configuration with short times fits."""
+    content = {c: 3.0 for c in map(str, PAPER)} | {str(parse("adamw-16")): 1.0, str(parse("sgdm-8")): 0.5}
+    shapes = GradientStatistics.load(saved / "w.stats").shapes
+    units = structural_units(shapes)
+    seconds = {signature({name: shapes[name] for name in unit.parameters}): content for unit in units}
+    UpdateTimes("cpu", seconds).save(saved / "made-up.json")
+    options = ("--planner", "paper", "--times", "made-up.json", "--memory", "200%", "--json")
+    plan = Plan.from_json(run("plan", "w.stats", *options, "--time", "0.5")[1])
+    assert {block.configuration.alias for block in plan.blocks} == {"sgdm-8"} and plan.settings["time"] == 0.5
+    refused(run("plan", "w.stats", *options, "--time", "0.4"), "no plan is within time=0.4", "the fastest needs 0.5")
+
+
+def test_measure_refuses_in_one_line(run: Any):
+    refused(run("measure", "w.py:make"), "-o/--output")
+    refused(run("measure", "w.py:make", "-o", "no/such.json"), "no folder 'no'")
+    refused(run("measure", "w.py:nothing", "-o", "t.json"), "nothing")
+    refused(run("measure", "w.py:make", "--configuration", "muonn", "-o", "t.json"), "Did you mean 'muon'")
+    refused(run("measure", "w.py:make", "--device", "nowhere", "-o", "t.json"), "'nowhere' is not a device")
+    refused(run("measure", "w.py:make", "--dtype", "int8", "-o", "t.json"), "int8")
+
+
+def test_plan_refuses_times_in_one_line(saved: Path, run: Any):
+    def plan(times: str) -> tuple[int, str, str]:
+        return run("plan", "w.stats", "--memory", "50%", *PAPERS, "--times", times)
+
+    refused(plan("absent.json"), "there is no file 'absent.json'")
+    refused(plan("a.json"), "times='a.json': this is not a file of update times")
+    refused(run("plan", "w.stats", "--times", "gpu"), "--times is an option of --planner paper")
+    assert run("measure", "w.py:make", *FEW, "-o", "few.json")[0] == 0
+    refused(plan("few.json"), "times= has no time of adamw-32 for the unit 0.weight of shapes 50x64", "`baoc measure`")
+    content = json.loads((saved / "few.json").read_text())
+    for change, words in (
+        ({"seconds": {"50x64": {"sgd": 0}}}, "times of unit '50x64' with 'sgd' must be a positive number, got 0"),
+        ({"seconds": {"50x64": 3}}, "times of unit '50x64' must be seconds by configuration, got 3"),
+        ({"seconds": None}, "times must have a device and seconds"),
+        ({"version": 99}, "version 99"),
+    ):
+        (saved / "bad.json").write_text(json.dumps(content | change))
+        refused(plan("bad.json"), "times='bad.json': ", words)
+    (saved / "bad.json").write_bytes(b"\x00\xff")
+    refused(plan("bad.json"), "times='bad.json': this is not a file of update times")

@@ -57,7 +57,9 @@ class UpdateTimes:
         if not isinstance(self.device, str) or not isinstance(self.seconds, Mapping):
             raise ValueError("times must have a device and seconds by unit and configuration.")
         for unit, row in self.seconds.items():
-            for name, found in row.items() if isinstance(row, Mapping) else [("", None)]:
+            if not isinstance(row, Mapping):
+                raise ValueError(f"times of unit {unit!r} must be seconds by configuration, got {row!r}.")
+            for name, found in row.items():
                 if not _is_positive(found):
                     raise ValueError(f"times of unit {unit!r} with {name!r} must be a positive number, got {found!r}.")
 
@@ -95,11 +97,12 @@ class UpdateTimes:
         Raises:
             ValueError: the file is something else, or damaged.
         """
-        content = read_json(Path(path).read_text(encoding="utf-8"), "file of update times", FORMAT, VERSION, ValueError)
-        return cls(content.get("device", ""), content.get("seconds", {}))
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        content = read_json(text, "a file of update times", FORMAT, VERSION, ValueError)
+        return cls(content.get("device"), content.get("seconds"))  # type: ignore[arg-type]  # checked there
 
 
-Times = str | UpdateTimes | Mapping[str, float]
+Times = str | os.PathLike[str] | UpdateTimes | Mapping[str, float]
 """``"gpu"``, ``"measure"``, a file, measured times, or ratios by configuration."""
 
 
@@ -120,13 +123,14 @@ def parsed_times(times: object, candidates: Sequence[Configuration]) -> Times:
     """
     if isinstance(times, UpdateTimes) or times in (GPU, MEASURE):
         return times
-    if isinstance(times, str):
-        if not Path(times).is_file():
-            raise ValueError(f"times must be 'gpu', 'measure', a file or a mapping; there is no file {times!r}.")
+    if isinstance(times, (str, os.PathLike)):
+        path = os.fspath(times)
+        if not Path(path).is_file():
+            raise ValueError(f"times must be 'gpu', 'measure', a file or a mapping; there is no file {path!r}.")
         try:
-            return UpdateTimes.load(times)
+            return UpdateTimes.load(path)
         except ValueError as error:
-            raise ValueError(f"times={times!r}: {error}") from None
+            raise ValueError(f"times={path!r}: {error}") from None
     if not isinstance(times, Mapping):
         raise ValueError(f"times must be 'gpu', 'measure', a file or a mapping, got {times!r}.")
     if set(times) == {"device", "seconds"}:
@@ -188,9 +192,10 @@ def measure(
     device = torch.device(device)
     distinct = {signature(unit): unit for unit in units if signature(unit)}
     chosen = dict.fromkeys((BUDGET_REFERENCE, *configurations))
-    seconds = {
-        key: {str(c): _one_update(unit, c, device, dtype) for c in chosen} for key, unit in sorted(distinct.items())
-    }
+    seconds = {}
+    for key, unit in sorted(distinct.items()):
+        _one_update(unit, BUDGET_REFERENCE, device, dtype)  # discarded: caches and clocks are cold at first
+        seconds[key] = {str(c): _one_update(unit, c, device, dtype) for c in chosen}
     return UpdateTimes(str(device), seconds)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import statistics
 import sys
 from functools import partial
 from pathlib import Path
@@ -149,15 +150,15 @@ def run_measure(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise common.UsageError(str(error)) from error
     times = planner.measured_times(facts, torch.device(args.device), DTYPES[args.dtype])
-    reference = str(BUDGET_REFERENCE)
-    rows = [
-        [parse(name).alias, *(f"{row[name] / row[reference]:.2f}" for row in times.seconds.values())]
-        for name in next(iter(times.seconds.values()), {})
-    ]
-    titles = [f"unit {index + 1}" for index in range(len(times.seconds))]
+    reference, units = str(BUDGET_REFERENCE), times.seconds.values()
+    rows = []
+    for name in next(iter(units), {}):
+        ratios = [unit[name] / unit[reference] for unit in units]
+        found = (min(ratios), statistics.fmean(ratios), max(ratios))
+        rows.append([parse(name).alias, *(f"{ratio:.2f}" for ratio in found)])
+    titles = ["least", "mean", "most"]
     screen.show(table(["ratio to adamw-16", *titles], rows, right=titles))
-    for title, unit in zip(titles, times.seconds):
-        screen.show(f"{title}: {unit}")
+    screen.show(f"{len(units)} different units on {times.device}, {args.dtype}")
     times.save(args.output)
     screen.show(f"saved the update times to {args.output}. Plan with --times, or with PaperPlanner(times=...).")
 

@@ -40,37 +40,37 @@ def _unchanged(planner: Planner, settings: Settings) -> Planner:
     return planner
 
 
-def baoc_at(share: float | str, change: Change = _unchanged, kind: type[BAOC] = BAOC) -> Method:
+def baoc_at(share: float | str, change: Change = _unchanged) -> Method:
     """Return our BAOC, which plans by measured effects.
 
     Args:
         share: of AdamW16's state, or ``"auto"``.
         change: changes the planner's settings, for ablations.
-        kind: the class of the optimizer.
     """
     budget = share if isinstance(share, str) else f"{share:g}"
-    build = _build(share, lambda settings: change(EffectPlanner(), settings), kind)
+    build = _build(share, lambda settings: change(EffectPlanner(), settings))
     return Method(f"baoc@{budget}", f"baoc default {budget}", build, note="matches its blocks' lr to AdamW's")
 
 
-def baoc_paper_at(share: float, change: Change = _unchanged, kind: type[BAOC] = BAOC) -> Method:
+def baoc_paper_at(share: float, change: Change = _unchanged) -> Method:
     """Return the paper's BAOC: its configurations, its risk, its time guardrail and its warm-up.
+
+    Update times are those of the cost model, not measured. `docs/equations.md` lists all differences from the paper.
 
     Args:
         share: of AdamW16's state.
         change: changes the planner's settings, for ablations.
-        kind: the class of the optimizer.
     """
 
     def planner(settings: Settings) -> Planner:
         return change(PaperPlanner(warmup=settings.warmup, seed=settings.seed), settings)
 
-    return Method(f"baoc-paper@{share:g}", f"BAOC (paper) {share:g}", _build(share, planner, kind))
+    return Method(f"baoc-paper@{share:g}", f"BAOC (paper) {share:g}", _build(share, planner))
 
 
-def _build(share: float | str, planner: Callable[[Settings], Planner], kind: type[BAOC]) -> Build:
+def _build(share: float | str, planner: Callable[[Settings], Planner]) -> Build:
     def build(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
-        return kind(
+        return BAOC(
             model,
             lr=lr,
             betas=settings.betas,

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import baoc
-from baoc.core.configuration import Configuration
-from baoc.core.plan import Plan
 from baoc.planners.base import Planner
 from baoc.planners.paper.risk import Anchors
 from experiments import methods
@@ -20,39 +17,22 @@ REPLANS = 4
 """How often the online variants plan again in a run."""
 
 
-class Restarting(baoc.BAOC):
-    """Restarts its state whenever its plan changes. The first plan, after the warm-up, inherits as usual."""
-
-    def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
-        """As in BAOC, which calls it with every plan that differs from the last."""
-        has_planned = bool(self.plan.settings.get("warmup_steps"))
-        super().set_plan(plan, inherit=inherit and not has_planned)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A change of the planner, and the class of the optimizer."""
-
-    change: Change
-    kind: type[baoc.BAOC] = baoc.BAOC
-
-
-def _with(**fields: Any) -> Variant:
+def _with(**fields: Any) -> Change:
     return _changed(lambda settings: fields)
 
 
-def _changed(fields: Callable[[Settings], Mapping[str, Any]], kind: type[baoc.BAOC] = baoc.BAOC) -> Variant:
+def _changed(fields: Callable[[Settings], Mapping[str, Any]]) -> Change:
     def change(planner: Planner, settings: Settings) -> Planner:
         return replace(planner, **fields(settings))  # type: ignore[type-var]
 
-    return Variant(change, kind)
+    return change
 
 
-def _replanning(kind: type[baoc.BAOC] = baoc.BAOC) -> Variant:
-    return _changed(lambda settings: {"replan_every": max(1, settings.steps // (REPLANS + 1))}, kind)
+def _replanning(*, inherit: bool) -> Change:
+    return _changed(lambda settings: {"replan_every": max(1, settings.steps // (REPLANS + 1)), "inherit": inherit})
 
 
-DIAGNOSTICS: dict[str, Variant] = {
+DIAGNOSTICS: dict[str, Change] = {
     **{f"s={share:.0%}": _with(sample_ratio=share) for share in (0.01, 0.02, 0.05, 0.1)},
     **{f"gamma={tenths / 10:g}": _with(gamma=tenths / 10) for tenths in range(2, 10)},
     "pref": _with(prefer="adamw*"),
@@ -60,22 +40,22 @@ DIAGNOSTICS: dict[str, Variant] = {
 }
 """The paper's appendix. Its defaults, s = 0.1% and gamma = 0.1, are no variants."""
 
-OPEN: dict[str, Variant] = {
+OPEN: dict[str, Change] = {
     "matched lr": _with(lr_match=True),
     "warm-up within the budget": _with(warmup_base="budget"),
     "repaired risk": _with(risk="update"),
 }
 """What the paper leaves open."""
 
-ANCHORS: dict[str, Variant] = {
+ANCHORS: dict[str, Change] = {
     f"anchors {share:+.0%}": _with(anchors=Anchors().perturbed(share)) for share in (-0.2, -0.1, 0.1, 0.2)
 }
 
-PARTITION: dict[str, Variant] = {"coarse": _with(granularity="coarse"), "by layer": _with(granularity="layer")}
+PARTITION: dict[str, Change] = {"coarse": _with(granularity="coarse"), "by layer": _with(granularity="layer")}
 
-ONLINE: dict[str, Variant] = {"online": _replanning(Restarting), "online+inherit": _replanning()}
+ONLINE: dict[str, Change] = {"online": _replanning(inherit=False), "online+inherit": _replanning(inherit=True)}
 
-VARIANTS: dict[str, Variant] = {**DIAGNOSTICS, **OPEN, **ANCHORS, **PARTITION, **ONLINE}
+VARIANTS: dict[str, Change] = {**DIAGNOSTICS, **OPEN, **ANCHORS, **PARTITION, **ONLINE}
 
 FAMILY = "baoc-paper"
 """The methods that have variants."""
@@ -106,6 +86,5 @@ def method_of(name: str, variant: str = "") -> Method:
             f"{name!r} has no variant {variant!r}: variants change settings of the paper's planner. Write "
             f"{FAMILY}@0.5, or another share."
         )
-    found = VARIANTS[variant]
-    made = budgeted.baoc_paper_at(float(method.name.partition("@")[2]), found.change, found.kind)
+    made = budgeted.baoc_paper_at(float(method.name.partition("@")[2]), VARIANTS[variant])
     return replace(made, label=f"{method.label}, {variant}")

@@ -60,18 +60,24 @@ def test_only_the_restarting_variant_forgets(variant: str, restarts: bool) -> No
     model = torch.nn.Linear(64, 192)
     optimizer = variants.method_of("baoc-paper@0.8", variant).build(model, 1e-3, methods.Settings(steps=20, warmup=3))
     assert isinstance(optimizer, baoc.BAOC)
-    for _ in range(7):  # plans after steps 3 and 7
-        optimizer.zero_grad()
-        model(torch.randn(4, 64)).square().mean().backward()
-        optimizer.step()
-    assert optimizer.plan.settings["warmup_steps"] == 7
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
 
     def youngest() -> int:
         return min(int(value) for key, value in optimizer.state[model.bias].items() if "age" in key)
 
+    train(7)  # plans after steps 3 and 7
+    assert optimizer.plan.settings["warmup_steps"] == 7
     assert youngest() == 7  # the first plan inherits, and the second is the same
-    optimizer.set_plan("adamw-16")
-    assert youngest() == (0 if restarts else 7)
+    before = optimizer.plan
+    optimizer._settings = optimizer._settings.changed(memory=2.0)  # so that the next plan differs
+    train(4)
+    assert optimizer.plan.state_bytes > before.state_bytes
+    assert youngest() == (0 if restarts else 11)
 
 
 @pytest.mark.parametrize("name", ["muon", "baoc@0.5"])

@@ -459,7 +459,7 @@ def test_plan_measures_on_request(run: Any):
 
 def test_measured_times_bind(saved: Path, run: Any):
     """A time budget that only the configuration with short times fits."""
-    content = {c: 3.0 for c in map(str, PAPER)} | {str(parse("adamw-16")): 1.0, str(parse("sgdm-8")): 0.5}
+    content = dict.fromkeys(map(str, PAPER), 3.0) | {str(parse("adamw-16")): 1.0, str(parse("sgdm-8")): 0.5}
     shapes = GradientStatistics.load(saved / "w.stats").shapes
     units = structural_units(shapes)
     seconds = {signature({name: shapes[name] for name in unit.parameters}): content for unit in units}

@@ -1,7 +1,8 @@
 """The paper's formulas in plain numpy, written from its text, for comparison. Nothing of the package is imported.
 
 A block is given as the stream of its sampled gradients. Where the paper leaves something open, the comment "choice"
-says what was chosen; `docs/equations.md` has the reasons.
+says what was chosen; `docs/equations.md` has the reasons. Structural units, the coordinates and the quantizer of Eq. 8
+are inputs here.
 """
 
 from __future__ import annotations
@@ -48,6 +49,18 @@ def omega_size(s: float, d: int) -> int:
     return -(-round(s * 10**6) * d // 10**6)
 
 
+def state_mem(c: Configuration, shape: tuple[int, ...]) -> float:
+    """StateMem of one tensor: elements of each state tensor times b / 8.
+
+    Choice: factored state has a row and a column for each matrix of the last two dims; vectors are not factored.
+    """
+    elements = math.prod(shape)
+    is_matrix = len(shape) > 1
+    factored = math.prod(shape[:-2]) * (shape[-2] + shape[-1]) if is_matrix else elements
+    second = (factored if c.y_f else elements) if c.y_a else 0
+    return (elements * c.y_m + second) * c.b / 8
+
+
 # Sec. 3.3, a block's raw metrics
 
 
@@ -78,7 +91,7 @@ class Raw:
 
 
 def moments(gradients: Array, settings: Settings) -> tuple[Array, Array]:
-    """Eq. 3."""
+    """Eq. 3. Choice: both start at zero."""
     m, v = np.zeros(gradients.shape[1]), np.zeros(gradients.shape[1])
     for g in gradients:
         m = settings.beta_m * m + (1 - settings.beta_m) * g
@@ -94,13 +107,14 @@ def raw_metrics(tensors: Sequence[Tensor], settings: Settings) -> Raw:
     m, v = moments(g, settings)
     if settings.bias_correction:
         m, v = m / (1 - settings.beta_m**steps), v / (1 - settings.beta_v**steps)
-    # Eq. 4
+    # Eq. 4; choice: quantiles between two elements are interpolated
     low, high = (np.quantile(v, 0.1), np.quantile(v, 0.9)) if len(v) else (0.0, 0.0)
     a = math.log((high + eps) / (low + eps))
-    # Eq. 5
+    # Eq. 5; choice: from zero
     rho = 0.0
     for before, now in itertools.pairwise(g):
         cosine = (now @ before) / (np.linalg.norm(now) * np.linalg.norm(before) + eps)
+        cosine = 0.0 if math.isnan(cosine) else cosine  # App. A.1
         rho = settings.beta_rho * rho + (1 - settings.beta_rho) * cosine
     if settings.bias_correction and steps > 1:
         rho /= 1 - settings.beta_rho ** (steps - 1)
@@ -114,7 +128,7 @@ def raw_metrics(tensors: Sequence[Tensor], settings: Settings) -> Raw:
 
 
 def structure(tensors: Sequence[Tensor], settings: Settings) -> float | None:
-    """Eq. 7. Choice: the matrices of a block are approximated one by one, and their errors are pooled."""
+    """Eq. 7. Choice: its EMA is that of Eq. 3; matrices of a block are approximated one by one, their errors pooled."""
     error = norm = 0.0
     found = False
     for tensor in tensors:
@@ -131,13 +145,13 @@ def structure(tensors: Sequence[Tensor], settings: Settings) -> float | None:
 
 
 def precision(tensors: Sequence[Tensor], bits: int, settings: Settings) -> float:
-    """Eq. 8. Choice: the update is AdamW's, from moments that are stored with b bits."""
+    """Eq. 8. Choice: the update is AdamW's with its bias correction, from moments that are stored with b bits."""
     exact, stored = [], []
     for tensor in tensors:
         m, v = moments(tensor.gradients, settings)
         steps = len(tensor.gradients)
         for into, (first, second) in (
-            (exact, (m, v)),
+            (exact, (tensor.quantizer(m, 32, True), tensor.quantizer(v, 32, False))),
             (stored, (tensor.quantizer(m, bits, True), tensor.quantizer(v, bits, False))),
         ):
             mean, square = first / (1 - settings.beta_m**steps), second / (1 - settings.beta_v**steps)
@@ -198,7 +212,7 @@ def aggressiveness(c: Configuration) -> float:
 
 
 def phi(z: Signals, c: Configuration, settings: Settings) -> float:
-    """Eq. 9 with W, plus gamma Agg."""
+    """Eq. 9 with W, plus gamma Agg. Choice: W may weigh Agg as well."""
     terms = {
         "adaptive": z.s_a * (1 - c.y_a),
         "momentum": z.s_m * (1 - c.y_m),
@@ -246,6 +260,7 @@ def partition(z: Sequence[Sequence[float]], n: Sequence[int], settings: Settings
     pairs = [delta(z[a], z[b], w) for a, b in itertools.combinations(range(len(z)), 2)]
     finite = [value for value in pairs if math.isfinite(value)]
     tau = settings.tau if settings.tau is not None else float(np.quantile(finite, settings.quantile)) if finite else 0.0
+    # choice: differences that are rounding errors of means are not above tau
     tau += 1e-9 * max([abs(weight * x) for unit in z for weight, x in zip(w, unit) if x == x], default=0.0)
     n_min = settings.alpha * sum(n)
 
@@ -255,18 +270,22 @@ def partition(z: Sequence[Sequence[float]], n: Sequence[int], settings: Settings
     def apart(a: Sequence[int], b: Sequence[int]) -> float:
         return delta(mean_vector(a, z, n), mean_vector(b, z, n), w)
 
-    # minimum-size filtering; choice: smallest first, ties by the better size and then the earlier neighbor
-    blocks = [[j] for j in range(len(z))]
-    while len(blocks) > 1 and min(map(size, blocks)) < n_min:
-        i = min(range(len(blocks)), key=lambda i: size(blocks[i]))
-        near = [k for k in (i - 1, i + 1) if 0 <= k < len(blocks)]
-        k = min(near, key=lambda k: (apart(blocks[k], blocks[i]), abs(size(blocks[k]) + size(blocks[i]) - n_min)))
-        first = min(i, k)
-        blocks[first : first + 2] = [blocks[first] + blocks[first + 1]]
-    # block formation, between neighbors
+    def merge_small(blocks: list[list[int]]) -> list[list[int]]:
+        """Choice: smallest first, into the closest neighbor; ties by the better size and then the earlier one."""
+        while len(blocks) > 1 and min(map(size, blocks)) < n_min:
+            i = min(range(len(blocks)), key=lambda i: size(blocks[i]))
+            near = [k for k in (i - 1, i + 1) if 0 <= k < len(blocks)]
+            k = min(near, key=lambda k: (apart(blocks[k], blocks[i]), abs(size(blocks[k]) + size(blocks[i]) - n_min)))
+            first = min(i, k)
+            blocks[first : first + 2] = [blocks[first] + blocks[first + 1]]
+        return blocks
+
+    # minimum-size filtering
+    blocks = merge_small([[j] for j in range(len(z))])
+    # block formation
     formed = [list(blocks[0])]
     for before, block in itertools.pairwise(blocks):
-        if apart(before, block) > tau:
+        if apart(before, block) > tau and size(before) >= n_min and size(block) >= n_min:
             formed.append(list(block))
         else:
             formed[-1] += block
@@ -280,7 +299,7 @@ def partition(z: Sequence[Sequence[float]], n: Sequence[int], settings: Settings
                 best, where = apart(left, right), cut
         return [block] if where is None else split(block[:where]) + split(block[where:])
 
-    return [part for block in formed for part in split(block)]
+    return merge_small([part for block in formed for part in split(block)])
 
 
 # Eq. 2

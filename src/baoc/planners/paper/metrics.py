@@ -148,13 +148,14 @@ class Metrics:
         mechanism = configuration.mechanism
         ages = {slot.name: self._steps for slot in configuration.slots}
         # moments are stored as they are; the update divides them by the mass that they would have with its own betas
+        # doubles: at 16 bits 1 - Q is near 1e-6, of which fp32 would leave one digit
         slots = {
-            slot.name: self._read_back(slot, codecs[slot.name])
+            slot.name: self._read_back(slot, codecs[slot.name]).double()
             * (mechanism.mass(slot.name, self._steps, self._hyper) / self._masses[not slot.signed])
             for slot in self._slots(configuration)
         }
         grad = torch.from_numpy(self._joined("first") / self._masses[0])
-        direction: Array = mechanism.direction(grad, slots, mechanism.scalars(self._hyper, ages)).double().numpy()
+        direction: Array = mechanism.direction(grad, slots, mechanism.scalars(self._hyper, ages)).numpy()
         return direction
 
     def _slots(self, configuration: Configuration) -> list[Slot]:

@@ -145,7 +145,7 @@ def plain_settings(planner: PaperPlanner) -> paper.Settings:
         snr=planner.snr,
         gamma=planner.gamma,
         weights=planner.weights,
-        w=[planner.diagnostic_weights.get(name, 1.0) for name in risks.DIAGNOSTICS],
+        w=tuple(planner.diagnostic_weights.get(name, 1.0) for name in risks.DIAGNOSTICS),
         alpha=planner.min_share,
         tau=planner.tau,
         quantile=planner.quantile,
@@ -161,6 +161,20 @@ def raw(made: Run, names: Sequence[str]) -> paper.Raw:
 
 def units_of(made: Run) -> tuple[Unit, ...]:
     return structural_units(made.facts.shapes)
+
+
+# ---- defaults ----
+
+
+def test_defaults_are_the_papers() -> None:
+    """Those of the reference, and what is not part of its formulas."""
+    planner = PaperPlanner()
+    assert plain_settings(planner) == paper.Settings()
+    assert (planner.sample_ratio, planner.sample_floor, planner.time) == (0.001, 0, 1.3)
+    assert (planner.risk, planner.granularity, planner.lr_match) == ("paper", "refined", False)
+    assert planner.warmup_base == parse("adamw-16") and not planner.forbid and not planner.prefer
+    names = ("adamw", "adam", "sgd", "sgdm", "sgdw", "sgdwm", "adafactor")
+    assert set(planner.candidates) == {parse(f"{name}-{bits}") for name in names for bits in (8, 16, 32)}
 
 
 # ---- sampling ----

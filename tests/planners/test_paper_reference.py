@@ -411,3 +411,16 @@ def test_constraints_of_the_user(seed: int) -> None:
             expected -= 0.25 * ("mlp" in name and c == parse("adamw-8"))
             is_forbidden = name == "embed" and c.alias.startswith("sgd")
             assert problem.cost[row, column] == pytest.approx(math.inf if is_forbidden else expected, **EXACT)
+
+
+@pytest.mark.parametrize(("steps", "times"), [(12, 43.1), (30, 31.0), (50, 20.3)])
+def test_bias_correction_divides_the_snr_by_what_the_docs_say(steps: int, times: float) -> None:
+    """By (1 - beta_m^t)^2 / (1 - beta_v^t), on any stream."""
+    made = run(0, steps=steps, sample_ratio=0.05)
+    corrected = dataclasses.replace(made.planner, bias_correction=True)
+    for unit in units_of(made):
+        off, on = (
+            Metrics(made.sampled, unit.parameters, HYPER, planner.metric_settings).snr
+            for planner in (made.planner, corrected)
+        )
+        assert off / on == pytest.approx(times, abs=0.05)

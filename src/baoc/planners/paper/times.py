@@ -30,7 +30,7 @@ from baoc.planners import cost
 GPU, MEASURE = "gpu", "measure"
 FORMAT = "baoc.update-times"
 VERSION = 1
-_STEPS = 3  # timed ones; the first step, which allocates and compiles, is not
+_STEPS, _SECONDS = 3, 0.01  # the least to time; the first step, which allocates and compiles, is not timed
 
 Units = Sequence[Mapping[str, Shape]]
 """Shapes by name of each unit of a block, as one rank holds them."""
@@ -182,7 +182,7 @@ def measure(
         dtype: of parameters and gradients.
 
     Returns:
-        The medians of three updates, in seconds.
+        Medians in seconds, of at least three updates and ten milliseconds each.
 
     Example:
         >>> times = measure([{"weight": (64, 64)}], [parse("sgd")])
@@ -207,8 +207,8 @@ def _one_update(
         param.grad = torch.linspace(-1, 1, param.numel(), dtype=dtype, device=device).view(param.shape)
     optimizer = BlockOptimizer(list(params.items()), lr=1e-3, plan=Plan.uniform(configuration, dict(unit)))
     optimizer.step()
-    taken = []
-    for _ in range(_STEPS):
+    taken: list[float] = []
+    while len(taken) < _STEPS or sum(taken) < _SECONDS:
         _wait(device)
         start = time.perf_counter()
         optimizer.step()

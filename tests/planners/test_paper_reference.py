@@ -261,6 +261,17 @@ def test_signals_and_phi(seed: int, settings: dict[str, Any]) -> None:
             assert problem.cost[row, column] == pytest.approx(expected, **EXACT), configuration
 
 
+@by_seed
+def test_phi_of_the_samplers_own_numbers(seed: int) -> None:
+    """From gradients to Phi without a detour. In fp32, an element next to a rounding boundary may get another code."""
+    made = run(seed, sample_ratio=0.05)
+    problem = PaperProblem(made.planner, made.facts, made.sampled)
+    for row, block in enumerate(problem.blocks):
+        z = paper.normalize(raw(made, tuple(block)), made.settings)
+        expected = [paper.phi(z, tuple_of(str(c.alias)), made.settings) for c in problem.candidates]
+        assert problem.cost[row] == pytest.approx(np.array(expected), rel=1e-4, abs=1e-5)
+
+
 def test_the_streams_reach_every_branch_of_the_signals() -> None:
     """Without this, a wrong anchor or gate might not show: all signals would be 0 or 1."""
     found: dict[str, list[float]] = {"s_a": [], "s_rho": [], "s_m": [], "s_f": [], "fell back": []}

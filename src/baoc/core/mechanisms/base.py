@@ -155,6 +155,16 @@ class Mechanism(ABC):
         """
         return finished
 
+    def length(self, direction_square: Tensor, slots: Mapping[str, Tensor], scalars: Scalars) -> Tensor:
+        """Return a factor on the updates of matrices, for reach ``MATRIX`` (:attr:`Slot.sets_length`).
+
+        Args:
+            direction_square: mean square of the direction of each matrix, before :meth:`finish`.
+            slots: those slots, this step included: one number per matrix.
+            scalars: the numbers of this step.
+        """
+        raise NotImplementedError(f"{self.name} has a slot that sets lengths, but no length")
+
     def mass(self, slot: str, age: int, hyper: Hyper) -> float:
         """Return the sum of the recurrence's weights: ``slot / mass`` is a weighted mean.
 

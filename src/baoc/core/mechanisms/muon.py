@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from baoc.core.mechanisms.normalised import MOMENTUM, Normalised
+from baoc.core.mechanisms.base import Evidence
+from baoc.core.mechanisms.normalised import MOMENTUM, MOMENTUM_RISE, NESTEROV, UPDATE_RMS, Normalised
 from baoc.core.roles import HIDDEN, Role
 from baoc.core.spec import FP32_TINY, Hyper, Reach, Scalars, Setting, Shape, Slot
 
@@ -180,29 +181,97 @@ class Spectral(Normalised):
         return workspace(rows, cols) - rows * cols
 
 
+MAX_UPDATE_RMS = Setting(
+    "max_update_rms",
+    1.0,
+    "a number > 0",
+    lambda x: x > 0,
+    "the largest RMS of an update of muon and normuon in units of lr; with update_rms=1e9, the RMS of every update",
+)
+
+
 class Muon(Spectral):
-    """Momentum with all singular values made one, as ``torch.optim.Muon``, but with other default coefficients."""
+    """Momentum with all singular values made one, as ``torch.optim.Muon``, and with a length that follows the signal.
+
+    AdamW's updates are longer where gradients agree with each other (early in training, in fine-tuning), and become
+    shorter where gradients vanish. The same ratio sets the length here: the RMS of the momentum to the root of ``v``,
+    the running mean square of the gradient, one number per matrix. Updates have the RMS ``update_rms`` where gradients
+    are noise, and at most ``max_update_rms`` (`docs/results/length.md`).
+    """
 
     name = "muon"
     momentum = True
-    slots: ClassVar[tuple[Slot, ...]] = (MOMENTUM,)
+    slots: ClassVar[tuple[Slot, ...]] = (MOMENTUM, Slot("v", signed=False, sets_length=True, codecs=("mean",)))
+    default_codecs = {"v": "mean"}
+    settings = (*Spectral.settings, MAX_UPDATE_RMS)
+
+    def scalars(self, hyper: Hyper, ages: Mapping[str, int]) -> dict[str, float]:
+        numbers = super().scalars(hyper, ages)
+        keep, add = numbers["of_m"], numbers["of_grad"]
+        mass = keep * self.mass("m", ages["m"], hyper) + add  # of the weights in the look ahead
+        v_mass = max(self.mass("v", ages["v"], hyper), FP32_TINY)  # a schedule may set beta2 to 1
+        return numbers | {
+            "step": hyper.lr * hyper.lr_scale,
+            "v.keep": hyper.beta2,
+            "v.add": 1.0 - hyper.beta2,
+            "length": UPDATE_RMS.of(hyper) / _rms_of_noise(hyper) * math.sqrt(v_mass) / mass,
+            "max_length": MAX_UPDATE_RMS.of(hyper),
+        }
+
+    def observe(self, slot: str, grad: Tensor) -> Tensor:
+        return grad if slot == "m" else grad * grad
+
+    def length(self, direction_square: Tensor, slots: Mapping[str, Tensor], scalars: Scalars) -> Tensor:
+        ratio = (direction_square / slots["v"].clamp(min=FP32_TINY)).sqrt()
+        return (ratio * scalars["length"]).clamp(max=scalars["max_length"])
+
+    def mass(self, slot: str, age: int, hyper: Hyper) -> float:
+        return float(1.0 - hyper.beta2**age) if slot == "v" else super().mass(slot, age, hyper)
+
+    def infer(self, slot: str, means: Mapping[str, Tensor], ages: Mapping[str, int], hyper: Hyper) -> Tensor | None:
+        # as if the momentum had averaged noise: then updates have their usual length
+        return means["m"].square() / _rms_of_noise(hyper) ** 2 if slot == "v" and "m" in means else None
+
+    def inferred_age(self, slot: str, ages: Mapping[str, int], hyper: Hyper) -> int:
+        memory = round(1.0 / (1.0 - NESTEROV.of(hyper)))  # gradients that m averages
+        return min(ages.get("m", 0), memory) if slot == "v" else 0
+
+    def late_age(self, slot: str, rms: float, hyper: Hyper) -> int:
+        # The first direction has 1 - momentum^2 of the gradient. Momentum rises with age, so this is the age at which
+        # that makes an update of the given RMS.
+        share = min(1.0, rms * _rms_of_noise(hyper) / UPDATE_RMS.of(hyper))
+        momentum = min(math.sqrt(1.0 - share), NESTEROV.of(hyper))
+        return round(MOMENTUM_RISE.of(hyper) * momentum / (1.0 - momentum)) if slot == "m" else 0
+
+    def typical_rms(self, evidence: Evidence, hyper: Hyper) -> float | None:
+        usual, means = float(UPDATE_RMS.of(hyper)), evidence.means
+        if "v" not in means:  # it will be inferred from m, so that updates have their usual length, or starts late
+            return usual
+        # Without m, the first direction is the gradient, and a typical gradient is the root of v.
+        square = means["m"].square() if "m" in means else means["v"]
+        ratio = math.sqrt(square.mean().item() / max(means["v"].mean().item(), FP32_TINY))
+        return min(usual / _rms_of_noise(hyper) * ratio, float(MAX_UPDATE_RMS.of(hyper)))
+
+
+def _rms_of_noise(hyper: Hyper) -> float:
+    """Return the RMS of Nesterov's look ahead where gradients are noise with an RMS of one: 0.17 at 0.95."""
+    keep = NESTEROV.of(hyper)
+    # keep^2 of the momentum before the step, whose variance is (1 - keep) / (1 + keep), and 1 - keep^2 of the gradient
+    return math.sqrt(keep**4 * (1.0 - keep) / (1.0 + keep) + (1.0 - keep**2) ** 2)
 
 
 class NorMuon(Muon):
     """Muon with rows divided by the root of their running mean square (https://arxiv.org/abs/2510.05491)."""
 
     name = "normuon"
-    slots = (MOMENTUM, Slot("o", signed=False, of_direction=True, codecs=("row-mean",)))
-    default_codecs = {"o": "row-mean"}
+    slots = (*Muon.slots, Slot("o", signed=False, of_direction=True, codecs=("row-mean",)))
+    default_codecs = {**Muon.default_codecs, "o": "row-mean"}
     settings = (*Muon.settings, ROW_MEMORY)
 
     def scalars(self, hyper: Hyper, ages: Mapping[str, int]) -> dict[str, float]:
         keep = ROW_MEMORY.of(hyper)
         numbers = {"o.keep": keep, "o.add": 1.0 - keep, "o.mean_floor": 0.0, "o.mass": self.mass("o", ages["o"], hyper)}
         return super().scalars(hyper, ages) | numbers
-
-    def observe(self, slot: str, grad: Tensor) -> Tensor:
-        return grad * grad if slot == "o" else grad
 
     def adapt(self, finished: Tensor, slots: Mapping[str, Tensor], scalars: Scalars) -> Tensor:
         return finished / (slots["o"] / scalars["o.mass"]).sqrt().clamp(min=FP32_TINY)

@@ -141,7 +141,7 @@ def test_updates_shrink_as_gradients_vanish_and_grow_with_agreement(configuratio
     assert found[-1] < MAX_UPDATE_RMS.default / 20
 
 
-def test_the_length_is_that_of_the_look_ahead_over_the_root_of_v():
+def test_the_length_is_that_of_the_look_ahead_over_the_root_of_s():
     """Written out, for a momentum that rises."""
     shape, beta2, most = (48, 64), 0.99, 0.95
     stream = list(gradients(shape, 60))
@@ -170,7 +170,7 @@ def test_each_matrix_of_a_stack_has_its_own_length():
         param.grad = grad if step < 20 else grad * fading
         optimizer.step()
     found = (param - before).square().mean((1, 2)).sqrt()
-    assert optimizer.state[param]["v"].shape == (3,)
+    assert optimizer.state[param]["s"].shape == (3,)
     assert found[:2].tolist() == pytest.approx([1.0, 1.0], rel=1e-3) and found[2] < 0.1
 
 

@@ -201,7 +201,8 @@ def _whole_bytes(layout: Layout) -> int:
 
 def is_same_rule(old: Mechanism, new: Mechanism) -> bool:
     """Return whether two update rules differ in nothing but weight decay."""
-    return type(old).direction is type(new).direction and type(old).finish is type(new).finish
+    parts = ("direction", "finish", "length")
+    return all(getattr(type(old), part) is getattr(type(new), part) for part in parts)
 
 
 def _converted_slot(old: Holding, mechanism: Mechanism, stored: Format, device: torch.device) -> ParamState:

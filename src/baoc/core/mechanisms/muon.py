@@ -194,27 +194,27 @@ class Muon(Spectral):
     """Momentum with all singular values made one, as ``torch.optim.Muon``, and with a length that follows the signal.
 
     AdamW's updates are longer where gradients agree with each other (early in training, in fine-tuning), and become
-    shorter where gradients vanish. The same ratio sets the length here: the RMS of the momentum to the root of ``v``,
+    shorter where gradients vanish. The same ratio sets the length here: the RMS of the momentum to the root of ``s``,
     the running mean square of the gradient, one number per matrix. Updates have the RMS ``update_rms`` where gradients
     are noise, and at most ``max_update_rms`` (`docs/results/length.md`).
     """
 
     name = "muon"
     momentum = True
-    slots: ClassVar[tuple[Slot, ...]] = (MOMENTUM, Slot("v", signed=False, sets_length=True, codecs=("mean",)))
-    default_codecs = {"v": "mean"}
+    slots: ClassVar[tuple[Slot, ...]] = (MOMENTUM, Slot("s", signed=False, sets_length=True, codecs=("mean",)))
+    default_codecs = {"s": "mean"}
     settings = (*Spectral.settings, MAX_UPDATE_RMS)
 
     def scalars(self, hyper: Hyper, ages: Mapping[str, int]) -> dict[str, float]:
         numbers = super().scalars(hyper, ages)
         keep, add = numbers["of_m"], numbers["of_grad"]
         mass = keep * self.mass("m", ages["m"], hyper) + add  # of the weights in the look ahead
-        v_mass = max(self.mass("v", ages["v"], hyper), FP32_TINY)  # a schedule may set beta2 to 1
+        s_mass = max(self.mass("s", ages["s"], hyper), FP32_TINY)  # a schedule may set beta2 to 1
         return numbers | {
             "step": hyper.lr * hyper.lr_scale,
-            "v.keep": hyper.beta2,
-            "v.add": 1.0 - hyper.beta2,
-            "length": UPDATE_RMS.of(hyper) / _rms_of_noise(hyper) * math.sqrt(v_mass) / mass,
+            "s.keep": hyper.beta2,
+            "s.add": 1.0 - hyper.beta2,
+            "length": UPDATE_RMS.of(hyper) / _rms_of_noise(hyper) * math.sqrt(s_mass) / mass,
             "max_length": MAX_UPDATE_RMS.of(hyper),
         }
 
@@ -222,19 +222,21 @@ class Muon(Spectral):
         return grad if slot == "m" else grad * grad
 
     def length(self, direction_square: Tensor, slots: Mapping[str, Tensor], scalars: Scalars) -> Tensor:
-        ratio = (direction_square / slots["v"].clamp(min=FP32_TINY)).sqrt()
+        ratio = (direction_square / slots["s"].clamp(min=FP32_TINY)).sqrt()
         return (ratio * scalars["length"]).clamp(max=scalars["max_length"])
 
     def mass(self, slot: str, age: int, hyper: Hyper) -> float:
-        return float(1.0 - hyper.beta2**age) if slot == "v" else super().mass(slot, age, hyper)
+        return float(1.0 - hyper.beta2**age) if slot == "s" else super().mass(slot, age, hyper)
 
     def infer(self, slot: str, means: Mapping[str, Tensor], ages: Mapping[str, int], hyper: Hyper) -> Tensor | None:
+        if slot != "s" or "v" in means:
+            return means.get("v") if slot == "s" else None
         # as if the momentum had averaged noise: then updates have their usual length
-        return means["m"].square() / _rms_of_noise(hyper) ** 2 if slot == "v" and "m" in means else None
+        return means["m"].square() / _rms_of_noise(hyper) ** 2 if "m" in means else None
 
     def inferred_age(self, slot: str, ages: Mapping[str, int], hyper: Hyper) -> int:
         memory = round(1.0 / (1.0 - NESTEROV.of(hyper)))  # gradients that m averages
-        return min(ages.get("m", 0), memory) if slot == "v" else 0
+        return ages.get("v", min(ages.get("m", 0), memory)) if slot == "s" else 0
 
     def late_age(self, slot: str, rms: float, hyper: Hyper) -> int:
         # The first direction has 1 - momentum^2 of the gradient. Momentum rises with age, so this is the age at which
@@ -245,11 +247,12 @@ class Muon(Spectral):
 
     def typical_rms(self, evidence: Evidence, hyper: Hyper) -> float | None:
         usual, means = float(UPDATE_RMS.of(hyper)), evidence.means
-        if "v" not in means:  # it will be inferred from m, so that updates have their usual length, or starts late
+        mean_square = means.get("s", means.get("v"))
+        if mean_square is None:  # it will be inferred from m so that updates have their usual length, or starts late
             return usual
-        # Without m, the first direction is the gradient, and a typical gradient is the root of v.
-        square = means["m"].square() if "m" in means else means["v"]
-        ratio = math.sqrt(square.mean().item() / max(means["v"].mean().item(), FP32_TINY))
+        # Without m, the first direction is the gradient, and the RMS of a typical gradient is the root of s.
+        square = means["m"].square() if "m" in means else mean_square
+        ratio = math.sqrt(square.mean().item() / max(mean_square.mean().item(), FP32_TINY))
         return min(usual / _rms_of_noise(hyper) * ratio, float(MAX_UPDATE_RMS.of(hyper)))
 
 

@@ -203,9 +203,11 @@ class _NativeRows(EagerRows):
         super().directions([job for job, _ in rest], [each for _, each in rest])
 
     def square_partial(self, job: Job, update: Update) -> Tensor | None:
-        grad, spread = job.grad, len(matrix_shape(job.layout.shape)) == 2
-        # one pass without temporaries; a spike, which does not count, would show in the norm
-        norm = torch.linalg.vector_norm(grad, dtype=torch.float32).item() if spread else math.inf
+        is_served = job.param.dtype in _DTYPES and job.grad.dtype in _DTYPES
+        if len(matrix_shape(job.layout.shape)) > 2 or not is_served:
+            return super().square_partial(job, update)
+        # in one pass, and in the order of its elements; a spike, which does not count, would show in the norm
+        norm = torch.linalg.vector_norm(job.grad.contiguous(), dtype=torch.float32).item()
         if not norm < SPIKE:
             return super().square_partial(job, update)
         return torch.full((1,), norm * norm / math.prod(job.layout.shape), dtype=torch.float32, device=HOST)

@@ -141,6 +141,8 @@ class Number(_FromZero):
     V_FLOOR = auto()
     MIN_PARAM_RMS = auto()
     CLIP = auto()
+    S_KEEP = auto()
+    S_ADD = auto()
     LENGTH = auto()
     MAX_LENGTH = auto()
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -24,11 +24,14 @@ class Evidence:
         means: mean of each known slot, for all elements or a sample of them; all have one shape.
         ages: age of each known slot.
         param_rms: RMS of the whole parameter.
+        mean_squares: mean square of the gradients that each slot stands for, over the whole parameter: of a signed
+            slot the mean of its squares, of an unsigned one its mean. Default: those of ``means``.
     """
 
     means: Mapping[str, Tensor]
     ages: Mapping[str, int]
     param_rms: float
+    mean_squares: Mapping[str, float] = field(default_factory=dict)
 
 
 class Mechanism(ABC):

@@ -196,7 +196,7 @@ class Muon(Spectral):
     AdamW's updates are longer where gradients agree with each other (early in training, in fine-tuning), and become
     shorter where gradients vanish. The same ratio sets the length here: the RMS of the momentum to the root of ``s``,
     the running mean square of the gradient, one number per matrix. Updates have the RMS ``update_rms`` where gradients
-    are noise, and at most ``max_update_rms`` (`docs/results/length.md`).
+    are noise, and at most ``max_update_rms``.
     """
 
     name = "muon"
@@ -247,12 +247,13 @@ class Muon(Spectral):
 
     def typical_rms(self, evidence: Evidence, hyper: Hyper) -> float | None:
         usual, means = float(UPDATE_RMS.of(hyper)), evidence.means
-        mean_square = means.get("s", means.get("v"))
-        if mean_square is None:  # it will be inferred from m so that updates have their usual length, or starts late
+        known = {name: (x.square() if name == "m" else x).mean().item() for name, x in means.items() if name in "msv"}
+        known |= evidence.mean_squares
+        s = known.get("s", known.get("v"))
+        if s is None:  # it will be inferred from m so that updates have their usual length, or starts late
             return usual
         # Without m, the first direction is the gradient, and the RMS of a typical gradient is the root of s.
-        square = means["m"].square() if "m" in means else mean_square
-        ratio = math.sqrt(square.mean().item() / max(mean_square.mean().item(), FP32_TINY))
+        ratio = math.sqrt(known.get("m", s) / max(s, FP32_TINY))
         return min(usual / _rms_of_noise(hyper) * ratio, float(MAX_UPDATE_RMS.of(hyper)))
 
 

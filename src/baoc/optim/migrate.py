@@ -68,10 +68,8 @@ class Holding:
 
     def means(self, rows: slice) -> dict[str, Tensor]:
         """Return fp32 rows of every slot that has seen a gradient, as weighted means."""
-        mass = self.mechanism.mass
-        return {
-            name: self.value(stored, rows) / mass(name, self.ages[name], self.hyper) for name, stored in self.seen.items()
-        }
+        masses = {name: self.mechanism.mass(name, age, self.hyper) for name, age in self.ages.items()}
+        return {name: self.value(stored, rows) / masses[name] for name, stored in self.seen.items()}
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,9 @@ class ColMeanFormat(MeanFormat):
         share = x.sum(0) / self.shape[0]  # (cols,); divided first, so that shards can be added
         return share if partial is None else partial + share
 
+    def graph_key(self) -> Hashable:
+        return super().graph_key() if len(self.matrix) > 2 else self  # the height is part of the code
+
 
 @dataclass(frozen=True)
 class MatrixMeanFormat(MeanFormat):
@@ -277,7 +280,7 @@ class MatrixMeanFormat(MeanFormat):
         return share if partial is None else partial + share
 
     def graph_key(self) -> Hashable:
-        return self  # the height is part of the code
+        return super().graph_key() if len(self.matrix) > 2 else self  # the height is part of the code
 
 
 class RowMean(Codec):
@@ -310,3 +313,7 @@ class MatrixMean(RowMean):
 
     name = "mean"
     stored = MatrixMeanFormat
+
+    def refusal(self, slot: Slot) -> str | None:
+        # Elements of a matrix differ by orders of magnitude: a root of their mean is no safe divisor for each of them.
+        return None if slot.sets_length else f"it keeps one number per matrix, and {slot.name!r} is for each element"

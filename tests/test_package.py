@@ -19,7 +19,7 @@ ROOMS: dict[str, set[str]] = {
     "core": set(),
     "solve": set(),
     "optim": {"core"},
-    "planners": {"core", "solve"},
+    "planners": {"core", "solve", "optim"},  # PaperPlanner(times="measure") times updates
     "plan": ENGINE,
     "resume": ENGINE,
     "optimizer": {*ENGINE, "resume"},
@@ -34,7 +34,7 @@ LAYERS = {
         *("block", "plan", "budget"),
     ],
     "optim": [
-        *("agreement", "place", "state", "groups", "kernels", "staging", "engine", "guard", "watch"),
+        *("agreement", "place", "state", "overlap", "groups", "kernels", "staging", "engine", "guard", "watch"),
         *("migrate", "torch_state", "checkpoint", "optimizer", "prepare"),
     ],
     "planners": [
@@ -42,8 +42,8 @@ LAYERS = {
         *("effect_table", "effect_fit", "simplify", "effect_problem", "effects", "paper"),
     ],
     "planners/paper": [
-        *("coordinates", "sampling", "statistics", "collect", "metrics", "risk", "units", "refine"),
-        *("problem", "planner"),
+        *("units", "coordinates", "sampling", "statistics", "collect", "metrics", "risk", "refine"),
+        *("times", "problem", "planner"),
     ],
     "tools": ["models", "estimate", "calibrate", "selfcheck", "report", "fit", "cli"],
     "integrations": ["common", "trainers", "distributed"],

@@ -525,3 +525,42 @@ def test_a_plan_that_cannot_be_made_is_tried_again(caplog):
     calls.clear()
     run(model, optimizer, range(WARMUP + 1, WARMUP + 4))
     assert optimizer.plan.settings["warmup_steps"] == WARMUP + 3
+
+
+@pytest.mark.parametrize("where", [0, 2, -1])
+@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize(
+    "planner", [None, PaperPlanner(warmup=6), PaperPlanner(warmup=2, replan_every=3)], ids=["effects", "paper", "again"]
+)
+def test_a_parameter_may_leave_at_any_time(planner, is_named, where):
+    """Training goes on, the others keep their state, and checkpoints resume to the bit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, 64))
+    optimizer = BAOC(model if is_named else model.parameters(), memory=0.8, planner=planner, verbose=False)
+
+    def train(model, optimizer, steps) -> None:
+        for step in range(steps):
+            model(torch.randn(8, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(model, optimizer, 3)
+    group = optimizer.param_groups[0]
+    for key in ("params", "param_names") if is_named else ("params",):
+        group[key].pop(where)
+    held = {
+        id(param): optimizer.state[param]["m.age"] for param in group["params"] if "m.age" in optimizer.state[param]
+    }
+    train(model, optimizer, 1)
+    assert held and all(int(optimizer.state[p]["m.age"]) == held[id(p)] + 1 for p in group["params"] if id(p) in held)
+
+    saved = copy.deepcopy(optimizer.state_dict())
+    twin = copy.deepcopy(model)
+    params = list(twin.named_parameters() if is_named else twin.parameters())
+    params.pop(where)
+    resumed = BAOC(params, memory=0.8, planner=planner, verbose=False)
+    resumed.load_state_dict(saved)
+    for one, other in ((model, optimizer), (twin, resumed)):
+        train(one, other, 6)
+    assert not optimizer.is_warming_up and str(optimizer.plan) == str(resumed.plan)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))

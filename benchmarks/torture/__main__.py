@@ -1,4 +1,4 @@
-"""Commands: kill a training script, damage its files, interrupt an optimizer."""
+"""Commands: kill, damage, interrupt, split, race and mislead an optimizer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import logging
 import os
 import sys
 
-from benchmarks.torture import interrupt, kill, mutate
+from benchmarks.torture import distributed, interrupt, kill, mutate, options, race
 
-MODULES = {"kill": kill, "mutate": mutate, "interrupt": interrupt}
-TIMES = {"kill": 200, "mutate": 5000, "interrupt": 1000}
+COMMANDS = {
+    "kill": (kill.run, 200, "scenarios"),
+    "mutate": (mutate.run, 5000, "kinds of file"),
+    "interrupt": (interrupt.run, 1000, "actions"),
+    "distributed": (distributed.run, 100, "faults"),
+    "race": (race.run, 200, "overlaps"),
+    "arguments": (options.run_arguments, 2000, "groups of arguments"),
+    "defaults": (options.run_defaults, 200, "planners"),
+}
+"""By name: the function, how often by default, and what ``--only`` selects."""
 
 
 def main() -> int:
@@ -18,16 +26,14 @@ def main() -> int:
     os.environ.setdefault("BAOC_QUIET", "1")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.torture", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, times in TIMES.items():
+    for name, (_, times, kinds) in COMMANDS.items():
         command = commands.add_parser(name)
         command.add_argument("--times", type=int, default=times, help="how many; mutate: of each kind of file")
         command.add_argument("--seed", type=int, default=0)
-        command.add_argument(
-            "--only", nargs="*", help="kill: scenarios; mutate: kinds of file; interrupt: actions (default: all)"
-        )
+        command.add_argument("--only", nargs="*", help=f"{kinds} (default: all)")
     args = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    found = MODULES[args.command].run(args.times, args.seed, args.only)
+    found = COMMANDS[args.command][0](args.times, args.seed, args.only)
     for key, value in found.items():
         if isinstance(value, list):
             print(f"{key}: {len(value)}")

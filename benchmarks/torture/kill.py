@@ -27,7 +27,7 @@ STAGES = {
     ("effects.py", "initial_plan"): "planner",
     ("planner.py", "initial_plan"): "planner",
     ("planner.py", "plan"): "planner",
-    ("optimizer.py", "set_plan"): "migration",
+    ("optimizer.py", "_change_plan"): "migration",
     ("serialization.py", "save"): "save",
     ("files.py", "replaced"): "save",
     ("optimizer.py", "replan"): "replan",

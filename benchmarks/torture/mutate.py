@@ -1,4 +1,4 @@
-"""Random damage to plans, gradient statistics, effect tables and checkpoints of both planners.
+"""Random damage to plans, gradient statistics, effect tables, run logs and checkpoints of both planners.
 
 Each is refused with one of our own errors and changes nothing, or is harmless. A mutation changes one to three things
 in a file's content (or bytes of the file itself): a key is dropped, a value is replaced by one of another kind, a
@@ -41,6 +41,8 @@ from baoc import (
 )
 from baoc.planners.base import Planner
 from baoc.planners.effect_table import EffectTable, TableError
+from baoc.tools.report.explain import ReportError
+from baoc.tools.report.runlog import Run, RunLog
 from benchmarks.torture.training import backward, make_model
 
 JUNK = (
@@ -212,7 +214,6 @@ class Tables(Target):
         self._good = EffectTable.load().to_json()
         self._model = ModelFacts.of(make_model())
         self._folder = tempfile.TemporaryDirectory()
-        self._files = 0
 
     def attempt(self, draw: random.Random) -> Outcome:
         text = (
@@ -222,11 +223,41 @@ class Tables(Target):
             table = EffectTable.from_json(text)
             assert EffectTable.from_json(table.to_json()).to_json() == table.to_json()
             if draw.random() < 0.3:
-                self._files += 1
-                path = Path(self._folder.name, f"{self._files}.json")  # tables are cached by their path
+                path = Path(self._folder.name, "table.json")
                 path.write_text(text, encoding="utf-8")
                 EffectPlanner(table=str(path)).initial_plan(self._model, Budget(0.5))
         except (TableError, PlanError):
+            return REFUSED
+        return HARMLESS
+
+
+class Logs(Target):
+    """Run logs: read, and listed."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._path = Path(self._folder.name, "run.jsonl")
+        model = make_model()
+        optimizer = BAOC(model, memory=0.5, planner=PaperPlanner(warmup=2))
+        with RunLog(self._path, optimizer) as log:
+            for step in range(4):
+                backward(model, step)
+                optimizer.step()
+                log.step(step, 1.0 / (step + 1))
+            log.event(3, "done")
+        self._good = self._path.read_text(encoding="utf-8").splitlines()
+
+    def attempt(self, draw: random.Random) -> Outcome:
+        lines = list(self._good)
+        place = draw.randrange(len(lines))
+        if draw.random() < 0.7:
+            lines[place] = json.dumps(mutated(json.loads(lines[place]), draw))
+        else:
+            lines[place] = _mutate_text(lines[place], draw)
+        self._path.write_text("\n".join(lines), encoding="utf-8")
+        try:
+            Run.load(self._path).timeline()
+        except ReportError:
             return REFUSED
         return HARMLESS
 
@@ -291,6 +322,7 @@ TARGETS: dict[str, type[Target]] = {
     "plans": Plans,
     "statistics": Statistics,
     "tables": Tables,
+    "logs": Logs,
     "checkpoints": Checkpoints,
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -16,9 +16,10 @@ from baoc.core.plan import Block, Plan, PlanError, one_line
 from baoc.core.roles import role_of
 from baoc.core.spec import DEFAULT_BETAS
 from baoc.core.text import names_checked, notice
-from baoc.optim import agreement, checkpoint, groups
+from baoc.optim import agreement, checkpoint, groups, migrate
 from baoc.optim.groups import Group
 from baoc.optim.optimizer import BlockOptimizer
+from baoc.optim.state import SAMPLES
 from baoc.planners.base import Budget, Memory, Planner, Progress
 from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import ModelFacts, TokenCounter
@@ -99,12 +100,12 @@ class BAOC(BlockOptimizer):
         self._requested = self._settings = Settings(Budget(memory, host_memory), EffectPlanner()).changed(
             planner=planner
         )
-        self._verbose, self._group = verbose, process_group
+        self._verbose, self._peers = verbose, agreement.Peers(process_group)
         self._names: list[str] = []  # parameters to plan: all but those of groups with a configuration of their own
         self._planned_at: int | None = None
         self._failed = self._is_stale = self._is_ready = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        self._setup(params, defaults, {}, kernel=kernel, on_nonfinite=on_nonfinite)
+        self._setup(params, defaults, {}, kernel=kernel, on_nonfinite=on_nonfinite, peers=self._peers)
         self._facts = ModelFacts.of(params if isinstance(params, nn.Module) else self._params())
         self._session = self._settings.planner.start(self._params(), self._model())
         self._install(self._starting_plan(), inherit=False)
@@ -127,7 +128,7 @@ class BAOC(BlockOptimizer):
 
     def _prepare_step(self) -> None:
         """Before the first step, and after a load: agree with other ranks, and plan if the plan is out of date."""
-        self._is_ready = True
+        self._peers.find_wrappers(member.param for member in self.members())
         self._agree()
         if self.is_warming_up and not self._steps:  # the model may have moved to another device
             self._session = self._settings.planner.start(self._params(), self._model())
@@ -136,26 +137,46 @@ class BAOC(BlockOptimizer):
             tokens = self._tokens.stop()
             if ranks := self._current_members().ranks:  # they share the update, so their tokens add up
                 tokens = agreement.total(tokens or 0, ranks[0], self.members()[0].param.device) or None
-            tokens = agreement.from_first(tokens, self._group)
+            # where ranks do not answer, their tokens are unknown, and all ranks must make the same plan
+            tokens = None if self._peers.exist and not self._peers.answer else self._peers.first(tokens)
             self._facts, self._tokens = self._facts.with_tokens(tokens), None
             counts = self._settings.planner.counts_tokens and not self._plan_given
             self._is_stale |= tokens is not None and counts
         if self._is_stale:
             self._is_stale = False
             if self.is_warming_up:
-                self._install(self._decided(self._starting_plan), inherit=True)
+                self._install(self._decided(self._starting_plan), inherit=True, attempt=self._together())
             else:
                 self._plan_again()
+        self._is_ready = True
 
     def _observe(self) -> None:
         """Let the planner read the gradients of a step that was made, and plan when it is time."""
+        self._follow_samples()
         params = self._params()
         self._session.observe(params)
         is_due = self._session.is_due(self._progress, params, self._model())
         if self._settings.planner.reads_gradients:
-            is_due = agreement.from_first(is_due, self._group)
+            is_due = self._peers.first(is_due)
         if is_due:
             self._plan_again()
+
+    def _follow_samples(self) -> None:
+        """Sample anew if parameters have left the optimizer since sampling began."""
+        params = self._params()
+        if isinstance(self._session, PaperSession) and not self._session.is_of(params):
+            self._session = self._settings.planner.start(params, self._model())
+            self._share_tensors()
+
+    def _rename(self, names: Mapping[str, str]) -> None:
+        super()._rename(names)
+        if "_session" not in self.__dict__:  # torch's constructor
+            return
+        self._names = [names[name] for name in self._names if name in names]
+        roles = {names[name]: role for name, role in self._facts.roles.items() if name in names}
+        self._facts = dataclasses.replace(self._facts, roles=roles)
+        if isinstance(self._session, PaperSession):
+            self._session.forget_names()
 
     # ---- plans ----
 
@@ -191,7 +212,7 @@ class BAOC(BlockOptimizer):
                 self._session = planner.start(self._params(), self._model())
                 self._session.take_over(before[1])
             plan = self._decided(lambda: self._current_plan(statistics))
-            self._install(plan, inherit=inherit)
+            self._install(plan, inherit=inherit, attempt=self._together())
         except BaseException:
             self._settings, self._session = before
             raise
@@ -222,7 +243,8 @@ class BAOC(BlockOptimizer):
         """As in :class:`BlockOptimizer`, with more numbers.
 
         - ``steps``: steps that were made; ``warmup``: 1 while the planner warms up, else 0.
-        - ``planner_bytes``: bytes that the planner holds, such as samples. They are in ``state_bytes`` too.
+        - ``planner_bytes``: bytes that the planner holds on the device, such as samples. ``state_bytes`` is without
+          them.
         - ``budget_bytes`` and ``host_budget_bytes``: the budgets, where there are some.
         """
         numbers = super().metrics() | {"steps": float(self._steps), "warmup": float(self.is_warming_up)}
@@ -290,15 +312,20 @@ class BAOC(BlockOptimizer):
             self._planned_at, self._failed = self._steps, True
             logger.warning("no plan could be made, so training goes on with the current one: %s", error)
             return
-        is_new = self._install(plan, inherit=True)
+        is_new = self._install(plan, inherit=not self._restarts(plan), attempt=self._together())
         self._note_plan()
         if is_new:
             text = f"new plan at step {self._steps}: {one_line(self.plan)}. print(optimizer.plan) shows it"
             notice(text, quiet=not self._verbose)
 
+    def _restarts(self, plan: Plan) -> bool:
+        """Whether state is to start anew with a plan. The first one always takes over the state of the warm-up."""
+        restarts = self._planned_at is not None and not getattr(self._settings.planner, "inherit", True)
+        return restarts and _assignment(plan) != _assignment(self._plan)
+
     def _note_plan(self) -> None:
         self._planned_at, self._failed = self._steps, False
-        self._session.planned()
+        self._session.planned(self.plan)
         self._share_tensors()
 
     def _starting_plan(self) -> Plan:
@@ -312,15 +339,23 @@ class BAOC(BlockOptimizer):
 
     def _decided(self, make: Callable[[], Plan]) -> Plan:
         """The plan as the first rank makes it."""
-        if not agreement.has_peers(self._group):
+        if not self._peers.answer:
             return make()
-        return Plan.from_json(agreement.decide(lambda: make().to_json(), self._group))
+        return Plan.from_json(self._peers.decide(lambda: make().to_json()))
 
-    def _install(self, plan: Plan, *, inherit: bool) -> bool:
+    def _together(self) -> migrate.Attempt:
+        """Return what calls the parts of a change of plans: what fails on one rank fails on all."""
+        members = self._current_members()
+        if members.ranks or not members.all:  # conversions of sharded state communicate themselves
+            return migrate.alone
+        device = members.all[0].param.device
+        return lambda function: self._peers.attempt(function, device)
+
+    def _install(self, plan: Plan, *, inherit: bool, attempt: migrate.Attempt = migrate.alone) -> bool:
         """Set a plan, and return whether any state is stored or updated in another way."""
         is_new = not inherit or _assignment(plan) != _assignment(self._plan)
         if is_new:
-            self.set_plan(plan, inherit=inherit)
+            self._change_plan(plan, inherit=inherit, attempt=attempt)
         else:
             self._install_plan(plan)
         self._plan_given = False  # a checkpoint's plan is taken over, and migrated only if the settings differ
@@ -353,7 +388,7 @@ class BAOC(BlockOptimizer):
     def _fits(self, plan: Plan) -> bool:
         budget = self._settings.budget
         allowed = budget.device_bytes(self._model().reference_bytes(per_rank=budget.is_per_rank))
-        return allowed is None or self._device_bytes(plan) + self._session.nbytes <= allowed
+        return allowed is None or self._device_bytes(plan) <= allowed
 
     def _device_bytes(self, plan: Plan) -> int:
         """Bytes that the budget is for."""
@@ -375,7 +410,12 @@ class BAOC(BlockOptimizer):
 
     def _agree(self) -> None:
         """Check that all ranks train one model with the same settings, and take the first rank's plan."""
-        if not agreement.has_peers(self._group):
+        if not self._peers.answer:
+            if self._peers.exist:
+                logger.warning(
+                    "join() is in use, so ranks that run out of data do not answer: ranks do not compare their "
+                    "settings, and each makes its plans by itself, from the gradients that DDP reduces."
+                )
             return
         numbers = [
             f"{key}={group[key]!r} in param group {index}"
@@ -389,16 +429,16 @@ class BAOC(BlockOptimizer):
             "hyper-parameters": numbers,
             "progress": [f"{self._steps} steps behind it", f"samples: {self._session.nbytes > 0}"],
         }
-        agreement.check_equal(alike, self._group)
+        self._peers.check_equal(alike)
         text = self._plan.to_json()
-        self._facts, first = agreement.from_first((self._facts, text), self._group)
-        if first != text:
-            self._install(Plan.from_json(first), inherit=True)
+        self._facts, first = self._peers.first((self._facts, text))
+        self._together()(lambda: first == text or self._install(Plan.from_json(first), inherit=True))
 
     # ---- checkpoints and copies ----
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with the plan and the planner's part."""
+        self._follow_samples()
         self._share_tensors()
         packed = super().state_dict()
         run = resume.Run(self._settings, self._progress, self._is_stale, self._facts, self._names, self._session)
@@ -410,9 +450,9 @@ class BAOC(BlockOptimizer):
         """Keep the planner's tensors in the first parameter's state: all checkpoint readers look for tensors there."""
         trained = [member.param for member in self.members() if member.is_trained]
         for param in trained:
-            self.state[param].pop(checkpoint.SAMPLES, None)
+            self.state[param].pop(SAMPLES, None)
         if trained and (tensors := resume.tensors_of(self._session)):
-            self.state[trained[0]][checkpoint.SAMPLES] = tensors
+            self.state[trained[0]][SAMPLES] = tensors
 
     def _read_extra(self, loaded: checkpoint.Prepared) -> dict[str, Any]:
         names = [name for name, _ in groups.named_params(self.param_groups)]
@@ -440,9 +480,18 @@ class BAOC(BlockOptimizer):
         self._share_tensors()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_requested", "_settings", "_verbose", "_names", "_facts", "_session", "_tokens", "_planned_at")
-        kept = super().__getstate__() | {name: self.__dict__[name] for name in (*own, "_failed", "_is_stale")}
-        return kept | {"_group": None}  # a process group cannot be copied
+        own = (
+            "_requested",
+            "_settings",
+            "_verbose",
+            "_peers",
+            "_names",
+            "_facts",
+            "_session",
+            "_tokens",
+            "_planned_at",
+        )
+        return super().__getstate__() | {name: self.__dict__[name] for name in (*own, "_failed", "_is_stale")}
 
 
 def _assignment(plan: Plan) -> dict[str, tuple[object, ...]]:

@@ -23,6 +23,7 @@ from baoc.planners.model_facts import ModelFacts
 from baoc.planners.paper.collect import LossFunction, StatisticsCollector, record_steps
 from baoc.planners.paper.coordinates import RATIO
 from baoc.planners.paper.planner import PaperPlanner
+from baoc.planners.paper.sampling import BETA_RHO
 from baoc.planners.paper.statistics import GradientStatistics
 
 __all__ = ["Block", "Plan", "PlanError", "collect_statistics", "make_plan", "memory_budget"]
@@ -93,6 +94,8 @@ def collect_statistics(
     betas: tuple[float, float] = DEFAULT_BETAS,
     ratio: float = RATIO,
     seed: int = 0,
+    floor: int = 0,
+    beta_rho: float = BETA_RHO,
     optimizer: torch.optim.Optimizer | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> GradientStatistics:
@@ -106,9 +109,11 @@ def collect_statistics(
         steps: how many.
         lr: of the AdamW16 that the warm-up is trained with, unless ``optimizer`` is given.
         weight_decay: likewise.
-        betas: likewise; also the decay of the sampled moments.
-        ratio: share of each tensor that is sampled.
+        betas: likewise; also beta_m and beta_v of the sampled moments.
+        ratio: share of each structural unit's coordinates that is sampled.
         seed: of the choice of coordinates.
+        floor: sample at least this many coordinates of a unit, or all.
+        beta_rho: the largest decay of the direction stability that plans will ask for.
         optimizer: what to train with instead.
         on_step: called as ``on_step(step, steps, loss)`` after each step.
 
@@ -122,7 +127,7 @@ def collect_statistics(
         >>> statistics.steps, statistics.shapes
         (5, {'weight': (4, 8), 'bias': (4,)})
     """
-    collector = StatisticsCollector(model, ratio=ratio, seed=seed, betas=betas)
+    collector = StatisticsCollector(model, ratio=ratio, seed=seed, betas=betas, floor=floor, beta_rho=beta_rho)
     if optimizer is None:
         optimizer = BlockOptimizer(model, lr=lr, betas=betas, weight_decay=weight_decay, plan=WARMUP_CONFIGURATION)
     return record_steps(collector, model, loss_fn, batches, optimizer, steps, on_step)

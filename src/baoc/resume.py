@@ -29,7 +29,7 @@ _BUDGETS = ("memory", "host_memory")
 _KIND = "planner"
 _PLANNERS: dict[str, type[Any]] = {planner.__name__: planner for planner in (EffectPlanner, PaperPlanner)}
 _NOT_PLANNED_BY = frozenset(  # settings that no plan depends on, or that only new samples follow
-    {"warmup", "stable_within", "replan_every", "sample_ratio", "sample_floor", "seed"}
+    {"warmup", "stable_within", "replan_every", "inherit", "sample_ratio", "sample_floor", "seed", "beta_m", "beta_v"}
 )
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import baoc
-from benchmarks.torture import interrupt, mutate
+from benchmarks.torture import interrupt, mutate, options, race, trials
 
 
 @pytest.mark.parametrize("kind", mutate.TARGETS)
@@ -42,6 +42,36 @@ def test_an_interrupt_is_raised_at_the_line_that_was_drawn():
     with interrupt.Interrupt(at=counted.lines - 1) as raised:
         baoc.parse("adamw-8").state_bytes((64, 64))
     assert raised.lines == counted.lines - 1 and raised.place and not counted.place
+
+
+def test_ranks_of_which_one_meets_a_fault_stay_equal():
+    """In a process of its own, because it forks."""
+    command = [sys.executable, "-m", "benchmarks.torture", "distributed", "--times", "5"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cases: 5" in done.stdout and "findings: 0" in done.stdout
+
+
+def test_parts_of_one_storage_without_common_elements_do_not_race():
+    found = race.run(2, names=["apart"])
+    assert found["findings"] == [] and found["outcomes"] == {"apart: equal": 2}
+
+
+def test_odd_arguments_are_refused_or_harmless(caplog):
+    caplog.set_level(logging.CRITICAL, logger="baoc")
+    found = options.run_arguments(60)
+    assert found["findings"] == []
+    assert any("accepted" in outcome for outcome in found["outcomes"])
+
+
+def test_other_defaults_of_torch_change_nothing():
+    assert options.run_defaults(2 * len(options.PLANNERS))["findings"] == []
+
+
+def test_what_goes_wrong_is_found():
+    """The loop can fail."""
+    found = trials.tried(3, 0, ["kind"], lambda kind, draw: str(1 // 0))
+    assert found["outcomes"] == {"kind: wrong": 3} and len(found["findings"]) == 1
 
 
 def test_an_optimizer_that_loses_its_state_is_found(monkeypatch):

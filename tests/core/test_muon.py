@@ -243,3 +243,43 @@ def test_what_does_not_suit_falls_back_to_what_is_said():
     assert given == {"wte.weight": "colnorm", "h.weight": "spectral", "h.bias": "adamw", "lm_head.weight": "colnorm"}
     assert parse("muon-8").suited((512, 64), Role.EMBEDDING) == parse("adamw-32")
     assert as_matrices((8, 16, 32)) == (8, 16, 32)
+
+
+@pytest.mark.parametrize("kernel", ["native", "eager"])
+@pytest.mark.parametrize("configuration", ["muon-8", "normuon-8", "spectral"])
+@pytest.mark.parametrize("shapes", [[(64, 384, 384)], [(512, 768)] * 16, [(1500, 3000)], [(20, 96, 128)]], ids=str)
+def test_a_step_needs_no_more_memory_than_the_plan_says(shapes, configuration, kernel):
+    """A stack of 64 matrices with 9 MiB of state needed 144 MiB for a moment, and nothing said so."""
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    optimizer = BlockOptimizer(params, plan=configuration, kernel=kernel)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    with PeakMemory() as memory:
+        optimizer.step()
+    said = optimizer.plan.workspace_bytes
+    assert 0.9 * said - 2**21 <= memory.peak <= said + 24 * (1 << 16) * 4  # and tiles
+    assert said <= max(64 << 20, 4 * workspace(*shapes[0][-2:]))
+
+
+@pytest.mark.parametrize("configuration", ["muon-8", "normuon-8", "spectral"])
+def test_a_stack_that_is_cut_is_updated_as_the_whole(configuration, monkeypatch):
+    results = []
+    for most in (matrices.BATCH_NUMEL, 3 * workspace(64, 96), 1):
+        monkeypatch.setattr(matrices, "BATCH_NUMEL", most)
+        param = nn.Parameter(torch.ones(7, 64, 96))
+        optimizer = BlockOptimizer([param], plan=configuration)
+        train(optimizer, param, gradients((7, 64, 96), 3))
+        results.append((param, *optimizer.state[param].values()))
+    for found in results[1:]:
+        for one, other in zip(results[0], found):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "coefficients",
+    ["abc", 5, (), [1, 2, 3], [(1, 2)], [[(1, 2, 3)]], [("a", "b", "c")], [(1, 2, math.nan)], [(1, 2, 10**400)]],
+    ids=lambda x: str(x)[:20],
+)
+def test_coefficients_that_are_no_triples_of_finite_numbers_are_refused(coefficients):
+    with pytest.raises(ValueError, match=r"invalid newton_schulz.*triples of finite numbers"):
+        BlockOptimizer([nn.Parameter(torch.zeros(70, 80))], plan="muon-32", newton_schulz=coefficients)

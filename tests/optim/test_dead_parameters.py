@@ -1,5 +1,5 @@
-"""Elements without gradient: dead ones never move further than exact AdamW would take them from the same state, and
-those that rest now and then keep a second moment that is right on average.
+"""Elements without gradient: dead ones move about as far as exact AdamW would take them from the same state, and those
+that rest now and then move as far as with exact state, on average.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ SHAPE = (32, 512)
 ALIVE_STEPS, DEAD_STEPS = 40, 200
 
 
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.95, 0.95)])
 @pytest.mark.parametrize("configuration", ADAM_LIKE, ids=str)
-def test_dead_elements_move_no_further_than_with_exact_state(configuration):
+def test_dead_elements_move_about_as_far_as_with_exact_state(configuration, betas):
+    """Single steps are up to one code longer: dithering is right on average, and that cannot be without some above."""
     param = nn.Parameter(torch.zeros(SHAPE))
-    optimizer = BlockOptimizer([param], lr=1e-2, weight_decay=0.0, plan=configuration)
+    optimizer = BlockOptimizer([param], lr=1e-2, betas=betas, weight_decay=0.0, plan=configuration)
     train(optimizer, param, gradients(SHAPE, ALIVE_STEPS))
     exact_param = nn.Parameter(param.detach().clone())
     exact = torch.optim.AdamW([exact_param], weight_decay=0.0)
@@ -32,16 +34,35 @@ def test_dead_elements_move_no_further_than_with_exact_state(configuration):
     start = param.detach().clone()
     for grad in gradients(SHAPE, DEAD_STEPS, seed=1):
         param.grad = exact_param.grad = grad.masked_fill(dead, 0.0)
-        previous, exact_previous = param.detach().clone(), exact_param.detach().clone()
         optimizer.step()
         exact.step()
-        if configuration.switches.factored:
-            continue  # the other elements of a row and column go on feeding v, as they should
-        step, exact_step = (param - previous).abs(), (exact_param - exact_previous).abs()
-        assert (step[dead] <= exact_step[dead] * 1.002 + 1e-6).all()
-    moved, exact_moved = (param - start).abs(), (exact_param - start).abs()
-    slack = 1.5 if configuration.switches.factored else 1.002
-    assert moved[dead].max() <= slack * exact_moved[dead].max() + 1e-5
+    moved, exact_moved = (param - start).abs()[dead], (exact_param - start).abs()[dead]
+    is_factored = configuration.switches.factored  # the other elements of a row and column go on feeding v
+    assert moved.max() <= (2.5 if is_factored else 1.2) * exact_moved.max()
+    assert moved.mean() <= 1.06 * exact_moved.mean()
+
+
+@pytest.mark.parametrize("kernel", ["native", "eager"])
+@pytest.mark.parametrize("every", [4, 16, 64])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95)])
+@pytest.mark.parametrize("configuration", ["adamw-16", "adamw-8", "adamw[m=int8,v=fp32]", "adamw[m=int4,v=int8]"])
+def test_rows_with_rare_gradients_move_as_far_as_with_exact_state(configuration, betas, every, kernel):
+    """With idle momentum rounded toward zero, int8 moved 0.90, 0.87 and 0.86 of it, and 0.84, 0.79 and 0.75."""
+
+    def moved(plan) -> torch.Tensor:
+        shape = (16, 512)
+        generator, scale = torch.Generator().manual_seed(0), torch.logspace(-1, 1, shape[1])
+        param = nn.Parameter(torch.zeros(shape))
+        optimizer = BlockOptimizer([param], betas=betas, weight_decay=0.0, plan=plan, kernel=kernel)
+        for step in range(4 * every + 64):
+            present = (torch.arange(shape[0]) + step) % every == 0
+            param.grad = (torch.randn(shape, generator=generator) + 0.5) * scale * present[:, None]
+            optimizer.step()
+        return param.detach()
+
+    exact = moved("adamw-32")
+    share = (moved(configuration) * exact).sum() / exact.square().sum()
+    assert share == pytest.approx(1.0, abs=0.03)
 
 
 def test_momentum_does_not_outlive_its_second_moment():
@@ -78,9 +99,9 @@ def test_the_second_moment_is_unbiased_at_every_density(configuration, density, 
     assert sum(ratios) / len(ratios) == pytest.approx(1.0, abs=0.03)
 
 
-@pytest.mark.parametrize(("configuration", "tolerance"), [("adamw-16", 0.04), ("adamw-8", 0.16)])
+@pytest.mark.parametrize(("configuration", "tolerance"), [("adamw-16", 0.02), ("adamw-8", 0.04)])
 def test_a_quadratic_with_rare_gradients_ends_near_where_exact_state_ends(configuration, tolerance):
-    """With a second moment rounded up at rest they ended 9% and 35% higher; what is left is momentum rounded down."""
+    """With a second moment rounded up at rest they ended 9% and 35% higher; with momentum rounded down, 4% and 16%."""
 
     def loss_after(plan) -> float:
         torch.manual_seed(0)

@@ -190,3 +190,30 @@ def test_an_interrupted_change_of_plans_leaves_a_working_optimizer(old, new, cal
     optimizer.set_plan(new)
     step(params, optimizer)
     assert {str(block.configuration) for block in optimizer.plan.blocks} == {str(parse(new))}
+
+
+def test_a_migration_between_mixed_plans_holds_at_most_one_parameter_more():
+    """Some parameters grow, others shrink, and one is most of the model."""
+    shapes = {"wte": (2048, 512), "a": (512, 512), "b": (512, 1024), "c": (256, 512)}
+
+    def plan(*configurations) -> Plan:
+        blocks = zip(shapes.items(), configurations)
+        return Plan(tuple(Block(name, parse(each), {name: shape}) for (name, shape), each in blocks))
+
+    plans = [
+        plan("adamw-8", "adamw-32", "adamw-16", "sgdm-8"),
+        plan("adamw-32", "adamw-8", "sgdm-32", "adamw-32"),
+        plan("sgdm-8", "adamw-16", "adamw-8", "adamw-16"),
+    ]
+    for old, new in itertools.permutations(plans, 2):
+        params = {name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+        optimizer = BlockOptimizer(params.items(), plan=old)
+        for param in params.values():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        held = [tensor for state in optimizer.state.values() for tensor in state.values() if torch.is_tensor(tensor)]
+        with PeakMemory(held) as memory:
+            del held
+            optimizer.set_plan(new)
+        one = max(each.configuration.state_bytes(shapes[each.name]) for each in (*old.blocks, *new.blocks))
+        assert memory.peak <= max(old.state_bytes, new.state_bytes) + one + 8 * (1 << 16) * 4

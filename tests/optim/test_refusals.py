@@ -7,12 +7,13 @@ import math
 from decimal import Decimal
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import baoc.optim.kernels
-from baoc import Block, BlockOptimizer, ConfigurationError, Plan, PlanError
+from baoc import BAOC, Block, BlockOptimizer, CheckpointError, ConfigurationError, Plan, PlanError
 from tests.training import Net, assert_same, backward, mixed_plan, snapshot, train, trained
 
 # ---- arguments ----
@@ -33,6 +34,13 @@ BAD_SETTINGS = [
     ({"weight_decay": -1}, "invalid weight_decay: -1"),
     ({"weight_decay": math.inf}, "invalid weight_decay: inf"),
     ({"lr": None}, "invalid lr: None"),
+    ({"lr": 10**400}, "invalid lr: an integer of 1329 bits"),
+    ({"betas": (10**400, 0.9)}, r"invalid betas\[0\]: an integer of 1329 bits"),
+    ({"weight_decay": 10**400}, "invalid weight_decay: an integer of 1329 bits"),
+    *(
+        ({"maximize": value}, "invalid maximize: .*True or False")
+        for value in (Decimal(0), Fraction(0), 0, 1.0, "no", None, np.int64(1), torch.tensor(True))
+    ),
     ({"betas": 0.9}, "invalid betas: 0.9. It must be two numbers"),
     ({"betas": (0.9, None)}, r"invalid betas\[1\]: None"),
     ({"betas": ("0.9", 0.99)}, r"invalid betas\[0\]: '0.9'. It must be a number in"),
@@ -330,3 +338,42 @@ def test_a_plan_and_a_groups_configuration_are_two_answers():
     model = Net()
     with pytest.raises(PlanError, match="Drop one of them"):
         BlockOptimizer([{"params": model.named_parameters(), "configuration": "sgd"}], plan=mixed_plan(model))
+
+
+@pytest.mark.parametrize("configuration", ["adamw-32", "adamw-8"])
+@pytest.mark.parametrize("module", [slice(None), slice(1, None)], ids=["all", "a part"])
+def test_a_model_in_double_precision_is_refused_before_anything_changes(module, configuration):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = BlockOptimizer(model, plan=configuration)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    model[module].double()
+    before = copy.deepcopy((model.state_dict(), list(optimizer.state.values())))
+    with pytest.raises(TypeError, match=r"torch\.float64"):
+        optimizer.step()
+    assert all(map(torch.equal, model.state_dict().values(), before[0].values()))
+    for held, seen in zip(optimizer.state.values(), before[1]):
+        assert all(torch.equal(torch.as_tensor(held[key]), torch.as_tensor(seen[key])) for key in seen)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("slot", ["m", "v"])
+@pytest.mark.parametrize("configuration", ["adamw-32", "adamw-16"])
+def test_state_that_is_not_finite_is_refused(configuration, slot, number):
+    param = nn.Parameter(torch.zeros(70, 80))
+    optimizer = BlockOptimizer([param], plan=configuration)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0][slot][3, 4] = number
+    with pytest.raises(CheckpointError, match=f"{slot!r} of parameter '0.0' has numbers that are not finite"):
+        optimizer.load_state_dict(saved)
+
+
+def test_budgets_and_multipliers_beyond_all_bounds_are_refused_in_one_line():
+    with pytest.raises(PlanError, match="memory is too large, got an integer of more than 30 digits"):
+        BAOC([nn.Parameter(torch.zeros(70, 80))], memory=10**400)
+    text = Plan.uniform("adamw-8", {"w": (64, 64)}).to_json()
+    with pytest.raises(PlanError, match="lr_scale of block 'all' must be a number from 1e-30 to 1e"):
+        Plan.from_json(text.replace('"lr_scale": null', '"lr_scale": 1e300'))

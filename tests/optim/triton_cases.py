@@ -50,10 +50,10 @@ def kernel(other: Any = Refusing) -> triton_kernels.TritonKernel:
 
 
 def streams(steps: int, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[list[Tensor]]:
-    """Return the gradients of each step, in which every seventh element is zero."""
+    """Return the gradients of each step, in which every seventh element is zero, another one in each step."""
     by_shape = [list(gradients(shape, steps, dtype=dtype)) for shape in shapes]
-    for grad in (grad for stream in by_shape for grad in stream):
-        grad.view(-1)[::7] = 0
+    for step, grad in ((step, grad) for stream in by_shape for step, grad in enumerate(stream)):
+        grad.view(-1)[step % 7 :: 7] = 0
     return [[stream[step] for stream in by_shape] for step in range(steps)]
 
 

@@ -45,14 +45,28 @@ def test_a_table_survives_its_file(tmp_path):
         ('{"format": "baoc.effect-table", "version": 1, "effects": {"scratch": {"matrx": {}}}}', "damaged"),
         (
             '{"format": "baoc.effect-table", "version": 1, "effects": {"scratch": {"matrix": {"sgd": {"loss": NaN}}}}}',
-            "damaged|not a number",
+            "bad.json' is not an effect table: NaN is out of range. Numbers must be finite",
         ),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"format": "baoc.effect-table", "version": 1, "effects": 1e999}', "1e999 is out of range"),
     ],
 )
 def test_bad_tables_are_refused(text, message, tmp_path):
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(TableError, match=message):
+        EffectTable.load(path)
+
+
+def test_a_table_that_changes_is_read_again(tmp_path):
+    path = tmp_path / "table.json"
+    EffectTable.load().save(path)
+    before = EffectTable.load(path)
+    assert EffectTable.load(path) is before, "an unchanged file is read once"
+    EffectTable({}, "another").save(path)
+    assert EffectTable.load(path).provenance == "another"
+    path.unlink()
+    with pytest.raises(TableError, match=r"cannot read the effect table '.*table.json': No such file"):
         EffectTable.load(path)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
 import json
 import math
 
@@ -122,3 +124,20 @@ def test_damaged_facts_are_refused(change: dict[str, object]) -> None:
     facts = ModelFacts.of(Net())
     with pytest.raises(ValueError):
         ModelFacts.from_plain(facts.plain() | change, facts.shapes)
+
+
+def test_counting_tokens_leaves_no_trace_on_the_model():
+    """So scripted models and copies, such as an EMA, have no hook of ours, and their passes do not count."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 4))
+    hooks = torch.nn.modules.module._global_forward_hooks
+    before = len(hooks)
+    counter = TokenCounter(model)
+    scripted, ema = torch.jit.script(model), copy.deepcopy(model)
+    assert not any(module._forward_hooks for each in (model, ema) for module in each.modules())
+    for each, tokens in ((model, 5), (scripted, 7), (ema, 11)):
+        each(torch.zeros(tokens, 8))
+    assert counter.stop() == 5 and len(hooks) == before
+    del counter
+    TokenCounter(model)  # and is dropped at once
+    gc.collect()
+    assert len(hooks) == before

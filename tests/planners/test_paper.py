@@ -94,7 +94,7 @@ def model() -> Transformer:
 def statistics(steps: int = 12) -> GradientStatistics:
     network = model()
     params = dict(network.named_parameters())
-    sampler, optimizer = Sampler(params), torch.optim.AdamW(network.parameters(), lr=1e-3)
+    sampler, optimizer = Sampler(params, floor=1024), torch.optim.AdamW(network.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         words = torch.randint(WORDS, (4, 16), generator=generator)

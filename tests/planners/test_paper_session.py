@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from baoc import BAOC, Budget, ModelFacts, PaperPlanner, Plan, PlanError, Statis
 from baoc.planners.base import Progress
 from baoc.planners.paper.planner import PaperSession
 from baoc.planners.paper.risk import Anchors
+from baoc.planners.paper.times import UpdateTimes, measure
 
 WARMUP, WORDS, WIDTH = 6, 200, 64
 TIME = 100.0  # no plan is so slow
@@ -79,7 +81,86 @@ def test_a_warmup_within_the_budget_holds_it_from_the_first_step_with_its_sample
         assert state_bytes(optimizer) <= budget
         train(model, optimizer, range(step, step + 1))
     train(model, optimizer, range(WARMUP, WARMUP + 5))
-    assert state_bytes(optimizer) <= budget
+    assert state_bytes(optimizer) == optimizer.plan.state_bytes <= budget
+
+
+def test_samples_take_nothing_from_the_plans_budget() -> None:
+    """Neither the budget of Eq. 2 nor StateMem depends on s, whether or not sampling goes on."""
+    for replan_every in (None, 3):
+        found = []
+        for ratio in (0.001, 0.5):
+            model = make_model()
+            optimizer = baoc(model, 0.5, sample_ratio=ratio, replan_every=replan_every)
+            train(model, optimizer, range(WARMUP + 4))
+            assert optimizer.metrics()["state_bytes"] == state_bytes(optimizer) == optimizer.plan.state_bytes
+            assert optimizer.metrics().get("planner_bytes", 0.0) == optimizer._session.nbytes
+            found.append(optimizer.plan.settings["memory_budget"])
+        assert found[0] == found[1] == int(0.5 * optimizer.plan.reference_bytes)
+
+
+@pytest.mark.parametrize("inherit", [True, False])
+def test_online_plans_inherit_state_or_restart_it(inherit: bool) -> None:
+    """App. D. The first plan takes over the state of the warm-up in any case."""
+    model = make_model()
+    optimizer = baoc(model, 0.5, replan_every=4, inherit=inherit)
+    train(model, optimizer, range(WARMUP))
+    first = optimizer.plan
+    assert max(ages(optimizer)) == WARMUP
+    optimizer._settings = optimizer._settings.changed(memory=0.2)  # so that the next plan differs
+    train(model, optimizer, range(WARMUP, WARMUP + 4))
+    assert optimizer.plan.state_bytes < first.state_bytes
+    assert max(ages(optimizer)) == (WARMUP + 4 if inherit else 0)
+    train(model, optimizer, range(WARMUP + 4, WARMUP + 6))
+
+
+def ages(optimizer: BAOC) -> list[int]:
+    found = [int(value) for state in optimizer.state.values() for key, value in state.items() if key.endswith(".age")]
+    return found or [0]
+
+
+# ---- times ----
+
+
+def test_times_are_measured_once_and_kept_in_plan_and_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*args: Any) -> UpdateTimes:
+        calls.append(args)
+        return measure(*args)
+
+    monkeypatch.setattr("baoc.planners.paper.planner.measure", counted)
+    model = make_model()
+    optimizer = baoc(model, 0.5, times="measure", replan_every=3)
+    train(model, optimizer, range(WARMUP))
+    kept = optimizer.plan.settings["times"]
+    assert len(calls) == 1 and kept["device"] == "cpu" and len(kept["seconds"]) > 2
+    train(model, optimizer, range(WARMUP, WARMUP + 3))
+    resumed = baoc(model, 0.5, times="measure", replan_every=3)
+    resumed.load_state_dict(through_file(optimizer.state_dict()))
+    train(model, resumed, range(WARMUP + 3, WARMUP + 9))
+    assert resumed.plan.settings["times"] == kept and resumed.plan.settings["warmup_steps"] == WARMUP + 9
+    assert len(calls) == 1
+
+
+def test_measured_times_come_from_a_file(tmp_path: Path) -> None:
+    facts = ModelFacts.of(make_model())
+    PaperPlanner().measured_times(facts, torch.device("cpu")).save(tmp_path / "times.json")
+    planner = PaperPlanner(times=str(tmp_path / "times.json"), warmup=2, time=TIME)
+    assert planner == dataclasses.replace(planner, times=dataclasses.asdict(planner.times))  # as a checkpoint has it
+    model = make_model()
+    optimizer = BAOC(model, memory=0.5, planner=planner, verbose=False)
+    train(model, optimizer, range(2))
+    assert optimizer.plan.settings["times"]["seconds"] == planner.times.seconds
+    other = nn.Linear(3, 5)
+    with pytest.raises(PlanError, match=r"no time of adamw-32 for the unit .* of shapes 5x3"):
+        BAOC(other, memory=0.5, planner=planner, verbose=False)
+
+
+def test_the_ratio_of_a_block_is_the_ratio_of_its_units_sums() -> None:
+    seconds = {"8x8": {"adamw[m=bf16,v=bf16]": 2.0, "sgd": 1.0}, "8": {"adamw[m=bf16,v=bf16]": 1.0, "sgd": 1.0}}
+    units = [{"w": (8, 8)}, {"b": (8,)}]
+    found = UpdateTimes("cpu", seconds).ratios([units, units[:1], [{"e": (0,)}]], [parse("sgd"), parse("adamw-16")])
+    assert found.tolist() == [[2 / 3, 1.0], [0.5, 1.0], [1.0, 1.0]]
 
 
 def test_the_warmup_can_run_on_any_configuration_or_plan() -> None:
@@ -188,9 +269,9 @@ def test_a_resumed_session_makes_the_same_plan(steps: int) -> None:
 
 def test_a_session_that_has_dropped_its_samples_stays_without_them() -> None:
     model = make_model()
-    first, params, _ = session(model)
+    first, params, facts = session(model)
     observe(model, [first], range(3))
-    first.planned()
+    first.planned(Plan.uniform("sgd", facts.shapes))
     resumed, *_ = session(model)
     resumed.load_state_dict(through_file(first.state_dict()), params)
     assert first.nbytes == resumed.nbytes == 0 and not resumed.is_watching
@@ -251,6 +332,16 @@ BAD = {
     "seed": [-1, 0.5, None],
     "sample_floor": [-1, 1.5],
     "replan_every": [0, -3, 1.5, True],
+    "beta_m": [1.0, -0.1, "0.9"],
+    "beta_v": [1.0, math.nan],
+    "beta_rho": [1.0, -0.5, None],
+    "bias_correction": [1, None],
+    "epsilon": [0.0, -1e-12, math.inf],
+    "inherit": [0, "no"],
+    "times": [3, "slow", {"adamw-8": 1.0}, {"adamw-99": 1.0}, {"sgd": -1.0}, __file__],
+    "tau": [-0.1, 1.5, math.nan, "0.5"],
+    "snr": ["sometimes", None, True],
+    "diagnostic_weights": [{"speed": 1.0}, [1.0, 2.0], {"decay": -1.0}, 3],
     "time": [0.0, -1.0, math.nan, "fast", None, True],
     "granularity": ["fine", None],
     "sample_ratio": [0.0, -0.1, 1.5, math.nan, "1%"],
@@ -262,8 +353,8 @@ BAD = {
     "warmup_base": ["adamw-99", "nothing"],
     "candidates": [(), ("adamw-99",)],
     "risk": ["papper", 3],
-    "anchors": [3, {"anisotropy": (2.0, 1.0)}],
-    "weights": [{"speed": 1.0}, {"decay": -1.0}, {"decay": "x"}],
+    "anchors": [3, {"anisotropy": (2.0, 1.0)}, {"stability": 3}, {"speed": (0.0, 1.0)}, {"snr": (0.0, math.nan)}],
+    "weights": [{"speed": 1.0}, {"decay": -1.0}, {"decay": "x"}, [1.0] * 5, "adaptive"],
     "forbid": [3, [3], {"head": 3}, {3: "sgd"}],
     "prefer": [3, [None]],
     "lr_match": ["rms", 1, None],
@@ -272,7 +363,6 @@ PATTERN = {
     "time": "time must be a positive ratio",
     "warmup_base": "adamw-99|nothing",
     "candidates": "candidates|adamw-99",
-    "weights": "risk term",
 }
 
 

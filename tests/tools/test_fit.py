@@ -318,6 +318,19 @@ def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatc
     assert "\x1b[" not in ask(capsys, *SMALL)[1]
 
 
+def test_the_workspace_of_an_update_is_counted_where_activations_leave_no_room() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    for activations in (0, 2**20, 2**30):
+        chosen = (
+            Fitter(Measured(model, activations=activations), EffectPlanner(candidates=["muon-8"])).ask(SETUP).chosen
+        )
+        assert chosen.plan.workspace_bytes == 60 * 2**20
+        assert chosen.workspace == max(0, 60 * 2**20 - activations)
+        needed = Measured(model, activations=activations).memory(SETUP).total
+        assert chosen.total == needed + chosen.workspace + chosen.state
+
+
 def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = ask(capsys, *SMALL, "--gpu", "2GB", "--memory", "25%", "--json", "--world-size", "2", "--fsdp")
     content = json.loads(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from baoc.tools.models import MODELS, ViT
+from baoc.tools.models.named import ModelError
 from baoc.tools.models.resolve import resolve
 from tests.tools.test_estimate import run_error, run_json
 
@@ -212,6 +214,7 @@ HUB_KEYS = {
     "attn_implementation": "someone/kernels",
     "_experts_implementation": "someone/kernels",
     "use_pretrained_backbone": True,
+    "model_args": {"pretrained": True, "checkpoint_path": "model.bin"},
 }
 
 
@@ -235,6 +238,34 @@ def test_keys_that_load_from_a_hub_are_ignored(tmp_path: Path, connections: list
     model = resolve(str(write_config(tmp_path, TINY_LLAMA | HUB_KEYS)))
     assert model.config._attn_implementation == plain.config._attn_implementation
     assert not hasattr(model.config, "auto_map") and connections == []
+
+
+HUB_CONFIGS: dict[str, dict[str, Any]] = {
+    "timm backbone": {"model_type": "detr", "backbone": "resnet50", "use_timm_backbone": True},
+    "timm by default": {"model_type": "detr"},
+    "timm from a hub": {"model_type": "timm_backbone", "backbone": "hf-hub:someone/backbone"},
+    "timm model": {"model_type": "timm_wrapper", "architecture": "hf-hub:someone/model"},
+    "backbone": {"model_type": "dpt", "backbone": "someone/backbone"},
+    "backbone of a list": {"model_type": "upernet", "backbone": "someone/backbone"},
+    "code": {"model_type": "someone"},
+    "name": TINY_LLAMA | {"_name_or_path": "someone/model"},
+    "nested": {"model_type": "llava", "text_config": TINY_LLAMA | HUB_KEYS},
+    "diffusers": {"_class_name": "AutoencoderKL", "_name_or_path": "someone/model"},
+}
+
+
+@pytest.mark.parametrize("case", HUB_CONFIGS)
+def test_no_config_makes_a_connection(case: str, tmp_path: Path, connections: list[Any]) -> None:
+    with contextlib.suppress(ModelError):
+        resolve(str(write_config(tmp_path, HUB_CONFIGS[case] | HUB_KEYS)))
+    assert connections == []
+
+
+def test_connections_are_noticed(connections: list[Any]) -> None:
+    """The tests here can fail."""
+    with pytest.raises(OSError, match="no network"):
+        socket.create_connection(("localhost", 80))
+    assert connections
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -143,6 +143,48 @@ def test_a_line_that_was_not_finished_is_left_out_and_a_wrong_one_is_named(train
         Run.load(cut)
 
 
+BAD_LINES = {
+    "nested": ("[" * 100_000, "its brackets are nested too deeply"),
+    "no JSON": ("{", "it is not JSON"),
+    "a list": ("[1]", "list indices"),
+    "not finite": ('{"kind": "step", "step": 1, "loss": NaN, "state_bytes": 1, "phase": "x"}', "NaN is out of range"),
+    "a huge step": ('{"kind": "step", "step": 1e999, "loss": 1}', "1e999 is out of range"),
+    "a huge shape": (
+        json.dumps(
+            {
+                "kind": "plan",
+                "step": 0,
+                "order": ["w"],
+                "plan": {
+                    "format": "baoc.plan",
+                    "version": 1,
+                    "blocks": [{"name": "a", "configuration": "sgd", "parameters": {"w": [1 << 40, 1 << 40]}}],
+                },
+            }
+        ),
+        "a shape must be a list of whole numbers, at most 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_a_line_that_no_log_has_is_refused_in_one_line(case: str, trained: Path, tmp_path: Path) -> None:
+    line, message = BAD_LINES[case]
+    first, *others = (trained / "run.jsonl").read_text().splitlines()
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join([first, line, *others]))
+    with pytest.raises(ReportError, match=rf"line 2 of .*bad.jsonl' is not valid in a run log: .*{message}") as caught:
+        Run.load(path)
+    assert "\n" not in str(caught.value) and not str(caught.value).endswith("..")
+
+
+def test_a_log_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b"{}\n\xff")
+    with pytest.raises(ReportError, match="is not a run log: byte 3 is not UTF-8"):
+        Run.load(path)
+
+
 # ---- the data ----
 
 
@@ -247,7 +289,7 @@ def test_a_long_run_is_thinned_and_keeps_its_changes(tmp_path: Path) -> None:
         (["missing.stats"], "No such file"),
         (["net.stats", "net.stats"], "at most one of the 2 files of gradient statistics"),
         (["net.stats", "other.json"], "other.json belongs to another model"),
-        (["broken.jsonl"], "holds no gradient statistics"),
+        (["broken.jsonl"], "not a file of gradient statistics"),
         (["--planner", "paper", "before.json"], "pass a file of gradient statistics"),
     ],
 )

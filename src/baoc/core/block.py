@@ -13,7 +13,7 @@ from baoc.core.spec import Shape
 LR_SCALES = (1e-30, 1e30)
 """The smallest and the largest learning-rate multiplier. Beyond them, fp32 cannot hold the product with lr."""
 
-_MOST_NUMEL = 1 << 62
+MOST_NUMEL = 1 << 62
 
 
 class PlanError(ValueError):
@@ -150,6 +150,6 @@ def _number(value: Any) -> float:
 
 def _shape(shape: Any) -> Shape:
     is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-    if not is_shape or math.prod(shape) > _MOST_NUMEL:
+    if not is_shape or math.prod(shape) > MOST_NUMEL:
         raise ValueError(f"a shape must be a list of whole numbers, at most 2**62 elements in all, got {shape!r}.")
     return tuple(shape)

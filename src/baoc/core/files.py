@@ -56,43 +56,68 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         beside.unlink(missing_ok=True)
 
 
-def read_json(text: str, kind: str, format: str, version: int, error: type[ValueError]) -> dict[str, Any]:
+def parse_json(text: str) -> Any:
+    """Parse JSON whose numbers are finite, and whose integers have at most 18 digits.
+
+    Raises:
+        ValueError: with the reason in a few words.
+
+    Example:
+        >>> parse_json('{"x": 1e999}')
+        Traceback (most recent call last):
+        ValueError: 1e999 is out of range. Numbers must be finite
+    """
+    try:
+        return json.loads(text, parse_float=_float, parse_int=_int, parse_constant=_out_of_range)
+    except json.JSONDecodeError as problem:
+        raise ValueError(f"line {problem.lineno} is not JSON ({problem.msg})") from None
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+
+
+def read_json(
+    text: str, kind: str, format: str, version: int, error: type[ValueError], source: str = "this"
+) -> dict[str, Any]:
     """Parse the text of a file that this package wrote, and refuse anything else in one line.
 
     Args:
         text: the content of the file.
-        kind: what the file should be, for errors, such as ``"plan file"``.
+        kind: what the file should be, for errors, such as ``"a plan file"``.
         format: the value that ``"format"`` must have.
         version: the value that ``"version"`` must have.
         error: the exception to raise.
+        source: where the text comes from, for errors.
 
     Returns:
-        The JSON object. Its numbers are finite, and its integers have at most 18 digits.
+        The JSON object, as of :func:`parse_json`.
 
     Raises:
         ValueError: as ``error``, if the text is not such a file.
 
     Example:
-        >>> read_json('{"format": "baoc.plan", "version": 1}', "plan file", "baoc.plan", 1, ValueError)
+        >>> read_json('{"format": "baoc.plan", "version": 1}', "a plan file", "baoc.plan", 1, ValueError)
         {'format': 'baoc.plan', 'version': 1}
-        >>> read_json('{"format": "baoc.plan", "version": 1, "x": 1e999}', "plan file", "baoc.plan", 1, ValueError)
+        >>> read_json('{"format": "other"}', "a plan file", "baoc.plan", 1, ValueError)
         Traceback (most recent call last):
-        ValueError: the plan file is damaged: 1e999 is out of range. Numbers must be finite.
+        ValueError: this is not a plan file: it has no "format": "baoc.plan".
     """
     try:
-        content = json.loads(text, parse_float=_float, parse_int=_int, parse_constant=_out_of_range)
-    except json.JSONDecodeError as problem:
-        raise error(f"this is not a {kind}: line {problem.lineno} is not JSON ({problem.msg}).") from None
-    except RecursionError:
-        raise error(f"this is not a {kind}: its brackets are nested too deeply.") from None
-    except OverflowError as problem:
-        raise error(f"the {kind} is damaged: {problem}. Numbers must be finite.") from None
+        content = parse_json(text)
+    except ValueError as problem:
+        raise error(f"{source} is not {kind}: {problem}.") from None
+    return check_header(content, kind, format, version, error, source)
+
+
+def check_header(
+    content: Any, kind: str, format: str, version: int, error: type[ValueError], source: str = "this"
+) -> dict[str, Any]:
+    """Return the content of a file if it has the right format and version. The arguments are those of `read_json`."""
     if not isinstance(content, dict) or content.get("format") != format:
-        raise error(f'this is not a {kind}: it has no "format": "{format}".')
+        raise error(f'{source} is not {kind}: it has no "format": "{format}".')
     if content.get("version") != version:
         raise error(
-            f"the {kind} has version {content.get('version')!r}, and this baoc reads version {version}. Make it again, "
-            "or use the baoc that wrote it."
+            f"{source} is {kind} of version {content.get('version')!r}, and this baoc reads version {version}. Make it "
+            "again, or use the baoc that wrote it."
         )
     return content
 
@@ -107,4 +132,4 @@ def _int(text: str) -> int:
 
 
 def _out_of_range(text: str) -> float:
-    raise OverflowError(f"{text if len(text) <= 20 else text[:20] + '...'} is out of range")
+    raise ValueError(f"{text if len(text) <= 20 else text[:20] + '...'} is out of range. Numbers must be finite")

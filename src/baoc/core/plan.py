@@ -11,9 +11,9 @@ from typing import Any
 from baoc.core.block import Block, PlanError
 from baoc.core.configuration import BUDGET_REFERENCE, Configuration, parse
 from baoc.core.files import read_json, replaced
-from baoc.core.roles import Role, roles_by_name
+from baoc.core.roles import Role, as_matrices, roles_by_name
 from baoc.core.sharding import rows_per_rank
-from baoc.core.spec import Shape
+from baoc.core.spec import BATCH_NUMEL, Reach, Shape
 from baoc.core.text import human_bytes, human_count, table
 
 __all__ = ["FORMAT", "VERSION", "Block", "Plan", "PlanError", "one_line"]
@@ -239,6 +239,28 @@ class Plan:
         return replace(self, rows={name: rows_per_rank(shape[0], ranks) for name, shape in shapes if shape})
 
     @property
+    def workspace_bytes(self) -> int:
+        """The most bytes that an update needs for a moment besides state, for rules that work on whole matrices.
+
+        Example:
+            >>> Plan.uniform("muon-8", {"experts": (64, 384, 384)}).workspace_bytes / 2**20
+            60.0
+            >>> Plan.uniform("adamw-8", {"experts": (64, 384, 384)}).workspace_bytes
+            0
+        """
+        needed: dict[object, int] = {}
+        largest = 0
+        for name, block in self.by_parameter:
+            mechanism = block.configuration.mechanism
+            if mechanism.reach is Reach.MATRIX:
+                matrices, rows, cols = as_matrices(block.parameters[name])
+                each = mechanism.workspace(rows, cols)
+                key = mechanism.name, rows, cols
+                needed[key] = needed.get(key, 0) + matrices * each
+                largest = max(largest, min(needed[key], max(BATCH_NUMEL, each)))
+        return 4 * largest
+
+    @property
     def reference_bytes(self) -> int:
         """Bytes of AdamW16's state for the same parameters: the budget reference."""
         return sum(block.state_bytes_as(BUDGET_REFERENCE) for block in self.blocks)
@@ -297,7 +319,7 @@ class Plan:
         Raises:
             PlanError: if the text is not a plan file.
         """
-        content = read_json(text, "plan file", FORMAT, VERSION, PlanError)
+        content = read_json(text, "a plan file", FORMAT, VERSION, PlanError)
         blocks, settings = content.get("blocks"), content.get("settings", {})
         if not isinstance(blocks, list) or not isinstance(settings, dict):
             raise PlanError('the plan file is damaged: "blocks" must be a list, and "settings" an object.')
@@ -378,6 +400,8 @@ class Plan:
             lines[0] += f"; *{human_bytes(self.host_bytes)} in host memory"
         if self.rows:
             lines[0] += f"; at most {human_bytes(self.state_bytes_per_rank)} on a rank"
+        if self.workspace_bytes:
+            lines.append(f"update workspace: up to {human_bytes(self.workspace_bytes)} besides state")
         if (time := self.settings.get("time")) is not None and "expected_loss" in self.settings:
             tokens = self.settings.get("tokens")
             lines.append(f"step time: about {time:.2f}x AdamW16's at {tokens} tokens per step (estimate)")

@@ -31,6 +31,11 @@ NOISE_MARGIN = 8
 """The distance of noise from 0 and from :data:`NOISE_ONE`. Noise has 12 bits and lies half a step inside of both, so a
 value that is representable up to fp32 rounding error is stored as it is."""
 
+IDLE_SHIFT = 5
+"""Rounding makes an element without gradient larger by at most ``2**-IDLE_SHIFT``, where elements share a scale. Codes
+above the lowest octave of int8 are this close together, so there nothing changes; smaller ones shrink with every step
+for beta1 up to 0.969."""
+
 
 def rounding_phase(age: int, slot_index: int) -> int:
     """Return the phase of the rounding sequence of a slot.
@@ -83,12 +88,15 @@ class Rounding:
 
     Args:
         phase: the phase of the sequence. ``None`` rounds to nearest.
-        toward_zero: elements that must not grow, as booleans of the tile's shape.
+        idle: elements without gradient, as booleans of the tile's shape. They are dithered too, so one that rests
+            between gradients moves as far as with exact state, on average. But where elements share a scale, rounding
+            adds at most 1/32 (:data:`IDLE_SHIFT`) to one of them: the smallest codes are a long way for a small
+            element, and it must not stay on one of them while its second moment decays.
         first_row: the row of the whole parameter at which this rank's rows start, so that a shard rounds as the whole.
     """
 
     phase: int | Tensor | None = None
-    toward_zero: Tensor | None = None
+    idle: Tensor | None = None
     first_row: int = 0
 
     def noise(self, first_row: int, shape: Shape, device: torch.device) -> Tensor:
@@ -110,8 +118,6 @@ class Rounding:
             index = index + (self.first_row + first_row) * row_numel
             phase = (index * PHASE_PER_ELEMENT + self.phase) & PHASE_MASK
             noise = ((phase >> PHASE_BITS - 16) & -2 * NOISE_MARGIN | NOISE_MARGIN).to(torch.int32).view(shape)
-        if self.toward_zero is not None:
-            noise = noise.masked_fill(self.toward_zero.view(shape), NOISE_MARGIN)
         return noise
 
 

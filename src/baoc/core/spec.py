@@ -31,6 +31,10 @@ SPIKE = 2.0**56
 """The smallest gradient that is treated as a spike. The squares of a few such elements overflow fp32. Where elements
 share numbers (a group's scale, a row's mean, a norm), one spike would spoil them all, so the state leaves it out."""
 
+BATCH_NUMEL = 15 << 20
+"""Update rules that need whole matrices work on batches of them: so many elements at once, with all that is made of
+them on the way, 60 MiB of fp32; or one matrix."""
+
 
 def real_shape(tensor: Tensor) -> Shape:
     """Return a parameter's shape as layouts see it.
@@ -94,9 +98,6 @@ class Slot:
         codecs: the only codecs that can store it. Empty: all that do not refuse it.
         torch_dims: factors are taken over the last two dims, as in ``torch.optim.Adafactor``, instead of over the
             tensor as matrices.
-        divides: the slot that the update divides by the root of this one. Where rounding makes this slot smaller for an
-            element with zero gradient, kernels shrink that slot by the root of the same ratio. The element then moves
-            no further than with exact state.
     """
 
     name: str
@@ -107,7 +108,6 @@ class Slot:
     sets_length: bool = False
     codecs: tuple[str, ...] = ()
     torch_dims: bool = False
-    divides: str | None = None
 
     @property
     def is_of_matrix(self) -> bool:

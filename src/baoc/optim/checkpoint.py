@@ -19,7 +19,7 @@ from baoc.core.spec import real_shape
 from baoc.optim import groups, torch_state
 from baoc.optim.groups import Group, Member
 from baoc.optim.migrate import Holding, Move, lr_scales
-from baoc.optim.state import ParamState
+from baoc.optim.state import SAMPLES, ParamState
 
 PLAN = "plan"
 """The key of the first group with parameters under which a state dict holds the text of the plan file, once. Readers of
@@ -29,9 +29,6 @@ names may differ between two optimizers that continue from one checkpoint."""
 PLANNER = "planner"
 """The same for a text that only the optimizer's planner can read."""
 CARRIED = (PLAN, PLANNER)
-SAMPLES = "baoc.samples"
-"""The key of the first trainable parameter's saved state under which the tensors of a planner are stored: all kinds of
-checkpoints look for tensors only there."""
 _WRAPPERS = ("module.", "model.")
 
 

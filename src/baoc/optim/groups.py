@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -19,6 +21,7 @@ from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role, canonical_name
 from baoc.core.sharding import Ranks
 from baoc.core.spec import Hyper, Shape, real_shape
+from baoc.optim.overlap import refuse_shared_memory
 from baoc.optim.place import HOST, WHOLE, Place, has_own_memory, place_of
 from baoc.optim.state import Memo, ParamState, is_fresh, misfit, new_state
 
@@ -112,6 +115,7 @@ class Members:
         self.ranks: tuple[Ranks, ...] = tuple(
             dict.fromkeys(member.place.ranks for member in self.all if member.place.ranks is not None)
         )
+        refuse_shared_memory((member.name, member.param) for member in self.all)
         self._plan = plan
         self._sources = [_sources(group) for group in groups]
         self._geometry = [_geometry(member.param) for member in self.all]
@@ -360,12 +364,14 @@ def hyper(group: Group, place: str) -> Hyper:
 
 def with_plain_numbers(group: Group) -> Group:
     """Return a group whose numpy scalars are plain numbers, which every kind of checkpoint can hold."""
-    plain: Group = {key: _plain(group[key]) for key in ("lr", "eps", "weight_decay") if key in group}
+    plain: Group = {key: _plain(group[key]) for key in ("lr", "eps", "weight_decay", "maximize") if key in group}
     betas = group.get("betas")
     return {**group, **plain, **({"betas": tuple(map(_plain, betas))} if isinstance(betas, (tuple, list)) else {})}
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, np.bool_):
+        return bool(value)
     is_numpy = isinstance(value, numbers.Real) and hasattr(value, "dtype")
     return (int(value) if isinstance(value, numbers.Integral) else float(value)) if is_numpy else value
 
@@ -384,22 +390,27 @@ def check_hyper(group: Group, place: str) -> None:
         _check(_in_range(beta, lambda x: 0 <= x < 1), place, f"betas[{index}]", beta, "a number in [0, 1)")
     for key in ("eps", "weight_decay"):
         _check(_in_range(group[key], lambda x: x >= 0), place, key, group[key], "a finite number >= 0")
+    maximize = group.get("maximize", False)
+    _check(isinstance(maximize, bool), place, "maximize", maximize, "True or False")
     for setting in known_settings().values():
         value = group.get(setting.name, setting.default)
         _check(_accepts(setting.accepts, value), place, setting.name, value, setting.wanted)
 
 
 def _in_range(value: Any, test: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value) and bool(test(value))
+    is_number = isinstance(value, (int, float)) and abs(value) <= sys.float_info.max  # False for NaN
+    return is_number and bool(test(value))
 
 
 def _accepts(test: Any, value: Any) -> bool:
     try:
         return bool(test(value))
-    except (TypeError, ValueError):  # not a number, or not a pair of them
+    except (TypeError, ValueError, OverflowError):  # not a number, or not a pair of them
         return False
 
 
 def _check(right: bool, place: str, key: str, value: object, wanted: str) -> None:
     if not right:
-        raise ValueError(f"{place}: invalid {key}: {value!r}. It must be {wanted}.")
+        is_huge = isinstance(value, int) and value.bit_length() > 64
+        shown = f"an integer of {value.bit_length()} bits" if is_huge else repr(value)  # type: ignore[attr-defined]
+        raise ValueError(f"{place}: invalid {key}: {shown}. It must be {wanted}.")

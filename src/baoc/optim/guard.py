@@ -12,6 +12,7 @@ from torch import Tensor
 
 from baoc.core.sharding import Ranks
 from baoc.core.spec import SPIKE
+from baoc.optim.agreement import Peers
 from baoc.optim.kernels.job import Job
 from baoc.optim.state import set_age
 
@@ -38,22 +39,24 @@ class Guard:
     """Checks the gradients of every step.
 
     ``"skip"`` and ``"raise"`` compute a norm of each gradient before the update, on its device, and reduce them to one
-    number that says whether the step is made. Where parameters are sharded, ranks add up what they found, so that all
-    decide alike. The host reads that number, as ``torch.amp.GradScaler`` does: on a GPU it waits for the backward pass.
-    A kernel that reads the number on the device skips the step by itself, and the host learns of it *late*, before the
-    next step: nothing waits, and the ages of a skipped step are taken back then.
+    number that says whether the step is made. Ranks that share or replicate parameters add up what they found, so that
+    all decide alike. The host reads that number, as ``torch.amp.GradScaler`` does: on a GPU it waits for the backward
+    pass. A kernel that reads the number on the device skips the step by itself, and the host learns of it *late*,
+    before the next step: nothing waits, and the ages of a skipped step are taken back then.
 
     ``"step"`` waits for nothing: the native kernel checks gradients that it has in registers anyway, and counts on
     other devices are read now and then. A rank counts what is in its own rows.
 
     Args:
         policy: ``"step"``, ``"skip"`` or ``"raise"``.
+        peers: ranks that train the same model. Without them, replicas decide each by itself.
     """
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, peers: Peers | None = None) -> None:
         if policy not in POLICIES:
             raise ValueError(f"on_nonfinite must be one of {', '.join(map(repr, POLICIES))}, got {policy!r}.")
         self.policy = policy
+        self._peers = peers
         self._counts = Counts()
         self._unread: list[Tensor] = []  # each (2,): see _look
         self._has_warned = False
@@ -71,10 +74,10 @@ class Guard:
     def admits(
         self, by_device: Mapping[torch.device, Sequence[Job]], ranks: Iterable[Ranks], late: bool = False
     ) -> bool:
-        """Return whether a step may change anything. A collective of all ``ranks``.
+        """Return whether a step may change anything. A collective of all ``ranks`` and of the peers.
 
         Args:
-            by_device: the jobs of the step.
+            by_device: the jobs of the step. A rank without gradients has a device without jobs.
             ranks: those that share sharded parameters.
             late: there is one device, and its kernel reads :attr:`flag`. If that stops the step, the host learns it in
                 :meth:`synchronize`.
@@ -85,10 +88,13 @@ class Guard:
         for job in (job for jobs in by_device.values() for job in jobs):
             job.refuse_freed()
         found = [_look(jobs, device) for device, jobs in by_device.items()]
-        if found:
-            for each in ranks:
-                each.sum(found[0])
-        if late and self.policy == "skip" and found:
+        if len(found) > 1:
+            found = [torch.stack([each.to(found[0].device) for each in found]).amax(0)]
+        for each in ranks:
+            each.sum(found[0])
+        if self._peers is not None:
+            self._peers.sum(found[0])
+        if late and self.policy == "skip":
             self.flag = found[0]
             return True
         self._unread += found

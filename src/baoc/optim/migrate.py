@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,14 @@ from baoc.optim.kernels.eager import TILE_NUMEL
 from baoc.optim.kernels.update import row_tiles
 from baoc.optim.place import HOST, Place
 from baoc.optim.state import ParamState, ages_of, new_age, new_slot, new_state, set_age
+
+Attempt = Callable[[Callable[[], Any]], Any]
+"""Calls a function and returns its result. With several ranks it raises on all of them if one fails."""
+
+
+def alone(function: Callable[[], Any]) -> Any:
+    """Call a function on this rank, whatever happens on others."""
+    return function()
 
 
 @dataclass(frozen=True)
@@ -164,12 +172,12 @@ class Change:
         self._left = {index: moves[index] for index in order(moves)}
         self._new: list[Any] = [self] * len(moves)  # the new state of each; self stands for none yet
 
-    def run(self) -> None:
-        """Convert the state of all parameters, one at a time."""
+    def run(self, attempt: Attempt = alone) -> None:
+        """Convert the state of all parameters, one at a time. Nothing is replaced before ``attempt`` has returned."""
         for index in list(self._left):
             member, move = self._members[index], self._left.pop(index)  # so that old state is freed when it is replaced
             if member.is_trained or member.param in self._state:
-                self._new[index] = move.convert(inherit=self._inherit)
+                self._new[index] = attempt(functools.partial(move.convert, inherit=self._inherit))
                 self._state[member.param] = self._new[index]
             else:
                 self._new[index] = None

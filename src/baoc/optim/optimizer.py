@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from baoc.core.sharding import rows_per_rank
 from baoc.core.spec import DEFAULT_BETAS, Shape, real_shape
 from baoc.core.text import check_names
 from baoc.optim import checkpoint, groups, kernels, migrate
+from baoc.optim.agreement import Peers
 from baoc.optim.engine import Engine
 from baoc.optim.groups import Group, Member, Members
 from baoc.optim.guard import Guard
@@ -120,11 +122,13 @@ class BlockOptimizer(torch.optim.Optimizer):
         on_nonfinite: str = "step",
         offload: bool | None = None,
         offload_bucket: int | str = BUCKET_BYTES,
+        peers: Peers | None = None,
     ) -> None:
         """Do everything that a constructor does, except to choose a plan and install it. Allocates no state.
 
         ``defaults`` are lr, betas, eps, weight_decay and maximize of the param groups. ``configuration`` is that of
-        groups that have none of their own, ``adamw-32`` by default. The others are as in the constructor.
+        groups that have none of their own, ``adamw-32`` by default. ``peers`` are ranks that train the same model. The
+        others are as in the constructor.
         """
         own = {setting.name: setting.default for setting in known_settings().values()}
         arguments = [name for name in inspect.signature(type(self).__init__).parameters if name != "self"]
@@ -136,7 +140,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             )
         self._engine = Engine(kernel, bucket_bytes(offload_bucket))
         self._offload = offload
-        self._guard = Guard(on_nonfinite)
+        self._guard = Guard(on_nonfinite, peers)
         self._watch = Watch()
         self._default = parse(DEFAULT_CONFIGURATION if configuration is None else configuration)
         self._roles = roles_of(params) if isinstance(params, nn.Module) else {}
@@ -179,6 +183,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         members = self._current_members()
         jobs = self._collect_jobs(members.all)
         if not jobs:
+            if members.all:  # other ranks may have gradients, and ask this one
+                self._guard.admits({members.all[0].param.device: []}, members.ranks)
             return False
         kernel_of = {device: self._engine.kernel_for(device, mine) for device, mine in jobs.items()}
         if any(map(graphs.is_capturing, jobs)):
@@ -290,10 +296,20 @@ class BlockOptimizer(torch.optim.Optimizer):
         return [name for name, _ in named]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as in torch, with the plan. Every parameter has an entry, if only an empty one."""
+        """Return the state as in torch, with the plan. Every parameter has an entry, if only an empty one.
+
+        State of parameters that have left is not in it, but stays with the optimizer: they may come back.
+        """
         self.synchronize()
-        plan = self.plan
-        packed = super().state_dict()
+        plan, everything = self.plan, self.state
+        known = {id(member.param) for member in self.members()}
+        try:
+            self.state = defaultdict(
+                dict, {key: held for key, held in everything.items() if not isinstance(key, Tensor) or id(key) in known}
+            )
+            packed = super().state_dict()
+        finally:
+            self.state = everything
         checkpoint.write_plan(packed["param_groups"], plan)
         for key in (key for group in packed["param_groups"] for key in group["params"]):
             packed["state"].setdefault(key, {})
@@ -362,7 +378,6 @@ class BlockOptimizer(torch.optim.Optimizer):
         self.__dict__.update(_plan=plan, _is_planned=True, _members=None)
         self._current_members()
 
-    @torch.no_grad()
     def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
         """Change configurations in the middle of training.
 
@@ -381,17 +396,26 @@ class BlockOptimizer(torch.optim.Optimizer):
             >>> optimizer.plan.state_bytes
             4416
         """
-        self.synchronize()
-        shapes, members = self._shapes(), self.members()
         if not isinstance(plan, Plan):
+            shapes = self._shapes()
             roles = self._roles_of(shapes)
             Plan.refuse_unsuited(parse(plan), shapes, roles)
             plan = Plan.uniform(plan, shapes, roles).offloaded(host=bool(self._offload))
-        plan.check(shapes)
+        self._change_plan(plan, inherit=inherit)
+
+    @torch.no_grad()
+    def _change_plan(self, plan: Plan, *, inherit: bool, attempt: migrate.Attempt = migrate.alone) -> None:
+        """Convert all state to a plan. ``attempt`` calls what may fail for lack of memory."""
+        self.synchronize()
+        members = self.members()
+        plan.check(self._shapes())
         groups.refuse_offloading(members, plan)
-        self._change = migrate.Change(members, self.state, plan, has_stepped=self._steps > 0, inherit=inherit)
+        has_stepped = self._steps > 0
+        self._change = attempt(
+            lambda: migrate.Change(members, self.state, plan, has_stepped=has_stepped, inherit=inherit)
+        )
         try:
-            self._change.run()
+            self._change.run(attempt)
         finally:
             self._finish_change()
 
@@ -432,10 +456,23 @@ class BlockOptimizer(torch.optim.Optimizer):
     def _follow_groups(self) -> None:
         """Fit the plan to the parameters that are there: frameworks add and remove groups without notice."""
         named = dict(groups.named_params(self.param_groups))
+        before = {} if self._members is None else {id(member.param): member.name for member in self._members.all}
+        names = {before[id(param)]: name for name, param in named.items() if id(param) in before}
+        if any(old != name for old, name in names.items()):
+            self._rename(names)
         new = [(name, param) for name, param in named.items() if name not in self._plan]
         if new or len(named) != sum(len(block.parameters) for block in self._plan.blocks):
             kept = groups.restricted(self._plan, {name: real_shape(param) for name, param in named.items()})
             self._plan = self._extended(kept, len(self.param_groups) - 1, self._default, new)
+
+    def _rename(self, names: Mapping[str, str]) -> None:
+        """Follow parameters without names, which are called by their positions, when others leave before them.
+
+        Args:
+            names: new names by old ones. Parameters that are not there have left.
+        """
+        plan = self._plan.renamed(names)
+        self._plan = dataclasses.replace(plan, blocks=tuple(block for block in plan.blocks if block.parameters))
 
     def _rows_per_rank(self) -> dict[str, int]:
         """Return the most rows that a rank has of each sharded parameter."""

@@ -71,9 +71,8 @@ class Whole:
 class Slice(Whole):
     """Some rows of a parameter that is all here."""
 
-    def __init__(self, rows: slice) -> None:
-        self.first_row = rows.start
-        self.rows = rows.stop - rows.start
+    def __init__(self, first_row: int, rows: int) -> None:
+        self.first_row, self.rows = first_row, rows
 
 
 class Negated(Whole):

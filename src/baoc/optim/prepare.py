@@ -20,6 +20,10 @@ def prepare_for_load(
     is asked for its state dict. This function reads only the plan and what belongs to it; load the state afterwards as
     usual.
 
+    Warning:
+        torch's reader unpickles the ``.metadata`` file and other objects of a distributed checkpoint, here as in
+        ``dcp.load``, and a pickle can run code. Use only checkpoints from sources that you trust.
+
     Args:
         optimizer: a fresh optimizer, built as for training.
         checkpoint: what ``dcp.load`` takes, a path or a ``StorageReader``; or an optimizer's state dict in memory,
@@ -60,6 +64,7 @@ def _from_state_dict(state_dict: Mapping[str, Any]) -> dict[str, str]:
 def _from_storage(checkpoint: Any, prefix: str) -> dict[str, str]:
     from torch.distributed.checkpoint import filesystem, state_dict_loader
 
+    # unpickles .metadata; a safe reader would help little, because the caller's dcp.load unpickles it as well
     reader = filesystem.FileSystemReader(checkpoint) if isinstance(checkpoint, (str, os.PathLike)) else checkpoint
     stored = [key for key in reader.read_metadata().state_dict_metadata if key.startswith(prefix)]
     wanted: dict[str, Any] = {full: "" for key in CARRIED if (full := _key_of(key, stored)) is not None}

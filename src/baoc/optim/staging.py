@@ -18,8 +18,8 @@ from torch import Tensor
 from baoc.core.budget import memory_budget
 from baoc.core.plan import PlanError
 from baoc.core.spec import Reach
-from baoc.optim.kernels.job import Job
-from baoc.optim.place import HOST, WHOLE, Negated, Slice
+from baoc.optim.kernels.job import Job, rows_of
+from baoc.optim.place import HOST, WHOLE, Negated
 
 Pair = tuple[Tensor, Tensor]  # (on the host, on the device)
 Ticket = Any  # stands for copies that were requested; None for none
@@ -216,18 +216,6 @@ def load_of(job: Job, *, fresh: bool) -> Load:
     return Load(
         rows, (each * job.grad.itemsize, each * job.param.itemsize), max(reaches, default=Reach.ROWS) is Reach.ROWS
     )
-
-
-def rows_of(job: Job, rows: slice) -> Job:
-    """Return some rows of a job, as a shard with these rows would have them."""
-    height = rows.stop - rows.start
-    if height == job.param.shape[0]:
-        return job
-    layout = job.layout.configuration.layout(job.layout.shape, rows=height)
-    buffers = ((stored.key(buffer.name), buffer) for stored in layout.formats for buffer in stored.buffers)
-    held = {key: job.held[key][rows] if buffer.by_rows else job.held[key] for key, buffer in buffers}
-    param, grad = job.param[rows], job.grad[rows]
-    return job._replace(layout=layout, param=param, grad=grad, held=held, place=Slice(rows), memo=None)
 
 
 # ---- lanes ----

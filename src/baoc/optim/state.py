@@ -16,6 +16,9 @@ from baoc.optim.place import HOST, WHOLE, Place
 
 ParamState = dict[str, Any]  # buffers by their key in the layout, and "<slot>.age"
 PLAIN = (Tensor, nn.Parameter)
+SAMPLES = "baoc.samples"
+"""The key of the first trainable parameter's state under which the tensors of a planner are stored: all kinds of
+checkpoints look for tensors only there."""
 _AGE = ".age"
 
 
@@ -136,7 +139,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of all tensors in an optimizer's state. Works for any optimizer.
 
     Every storage counts once, and a view counts with the whole storage that it keeps alive. Tensor subclasses and
-    objects in the state are searched for tensors.
+    objects in the state are searched for tensors. What a planner samples is not state: no update needs it.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
@@ -149,7 +152,11 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         >>> state_bytes(optimizer)
         40000
     """
-    return held_bytes(optimizer.state.values())
+    entries = optimizer.state.values()
+    return held_bytes(
+        {key: value for key, value in entry.items() if key != SAMPLES} if isinstance(entry, dict) else entry
+        for entry in entries
+    )
 
 
 def held_bytes(values: Iterable[object]) -> int:

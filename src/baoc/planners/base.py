@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +22,7 @@ AUTO = "auto"
 """As a memory budget: no ceiling. The plan is the smallest that is predicted to be as good as any."""
 
 Memory = float | int | str
+_MOST = 1 << 62  # fits into the integers of torch and numpy
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,8 @@ class Session(Protocol):
     def take_over(self, other: Session) -> None:
         """Go on with what another session has learned, if it is of the same kind."""
 
-    def planned(self) -> None:
-        """Forget what only the plan just made needed."""
+    def planned(self, plan: Plan) -> None:
+        """Take note of the plan that all ranks have now, and forget what only making it needed."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return its part of a checkpoint: nested dicts and lists of plain values and tensors.
@@ -175,10 +178,15 @@ def check_planner(planner: Planner) -> Planner:
 
 def check_time(time: object) -> None:
     """Raise unless a time budget is a positive ratio; ``math.inf`` lifts it."""
-    if not isinstance(time, (int, float)) or isinstance(time, bool) or not time > 0:
+    if not (is_number(time) or time == math.inf) or not time > 0:  # type: ignore[operator]
         raise PlanError(
             f"time must be a positive ratio to AdamW16's time, such as 1.3, or math.inf for no limit; got {time!r}."
         )
+
+
+def is_number(value: object) -> bool:
+    """Return whether a setting is a finite number that a float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
@@ -191,6 +199,8 @@ def check_count(name: str, value: object, least: int) -> None:
     """Raise unless a setting is a whole number of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+    if value > _MOST:
+        raise ValueError(f"{name} must be at most 2**62, got a number of {value.bit_length()} bits.")
 
 
 def check_flag(name: str, value: object) -> None:

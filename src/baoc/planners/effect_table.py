@@ -19,7 +19,7 @@ from importlib import resources
 from typing import Any
 
 from baoc.core.configuration import Configuration, ConfigurationError, parse
-from baoc.core.files import replaced
+from baoc.core.files import read_json, replaced
 from baoc.core.roles import HIDDEN, Role
 from baoc.planners.model_facts import REGIMES
 
@@ -98,20 +98,18 @@ class EffectTable:
         Raises:
             TableError: the file is no effect table, or cannot be read.
         """
-        return _shipped() if path is None else _loaded(os.fspath(path))
+        if path is None:
+            return _shipped()
+        path = os.fspath(path)
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            raise TableError(f"cannot read the effect table {path!r}: {error.strerror}.") from None
+        return _loaded(path, found.st_mtime_ns, found.st_size)
 
     @classmethod
     def from_json(cls, text: str, source: str = "this") -> EffectTable:
-        try:
-            content: Any = json.loads(text)
-        except ValueError as error:
-            raise TableError(f"{source} is not an effect table: it is not JSON ({error}).") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise TableError(f'{source} is not an effect table: it has no "format": "{FORMAT}".')
-        if content.get("version") != VERSION:
-            raise TableError(
-                f"{source} is a table of version {content.get('version')!r}, and this baoc reads version {VERSION}."
-            )
+        content = read_json(text, "an effect table", FORMAT, VERSION, TableError, source)
         try:
             effects = {
                 regime: {
@@ -171,8 +169,9 @@ def _shipped() -> EffectTable:
     return EffectTable.from_json(file.read_text(encoding="utf-8"), "the table that ships")
 
 
-@functools.cache
-def _loaded(path: str) -> EffectTable:
+@functools.lru_cache(maxsize=8)
+def _loaded(path: str, mtime_ns: int, size: int) -> EffectTable:
+    """Read a table, again if its file has changed."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()

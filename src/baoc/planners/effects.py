@@ -5,7 +5,6 @@ It reads no gradients, so the plan is there when the optimizer is built: no samp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,6 +23,7 @@ from baoc.planners.base import (
     check_count,
     check_flag,
     check_time,
+    is_number,
 )
 from baoc.planners.effect_table import EffectTable
 from baoc.planners.model_facts import REGIMES, ModelFacts
@@ -85,7 +85,7 @@ class EffectPlanner:
         check_choice("regime", self.regime, (AUTO, *REGIMES))
         for name in ("tolerance", "preference"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+            if not is_number(value) or value < 0:
                 raise ValueError(f"{name} must be a non-negative number (percent of the loss), got {value!r}.")
         for name in ("tokens", "replan_every"):
             if getattr(self, name) is not None:
@@ -155,7 +155,7 @@ class EffectSession:
     def take_over(self, other: Session) -> None:
         pass
 
-    def planned(self) -> None:
+    def planned(self, plan: Plan) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:

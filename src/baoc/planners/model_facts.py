@@ -5,13 +5,16 @@ Nothing here is timed or random, so every process and every rank finds the same.
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from baoc.core.configuration import BUDGET_REFERENCE
 from baoc.core.roles import Role, canonical_name, role_of, roles_by_place, roles_of
@@ -182,32 +185,42 @@ class TokenCounter:
 
     def __init__(self, model: nn.Module) -> None:
         roles = roles_of(model)
-        self._passed: list[_Passed] = []
-        self._handles = []
+        self._passed: weakref.WeakKeyDictionary[nn.Module, _Passed] = weakref.WeakKeyDictionary()
         for path, module in model.named_modules():
             weight = getattr(module, "weight", None)
             role = roles.get(canonical_name(f"{path}.weight" if path else "weight"))
             if isinstance(weight, Tensor) and role in (Role.MATRIX, Role.CONVOLUTION):
-                self._passed.append(_Passed(weight.numel()))
-                self._handles.append(module.register_forward_hook(self._passed[-1]))
+                self._passed[module] = _Passed(weight.numel())
+        # One hook for all modules of the process, none on the model: copies and scripted models must not have any.
+        hook = functools.partial(_count, self._passed)
+        self._remove = weakref.finalize(self, register_module_forward_hook(hook).remove)
 
     def stop(self) -> int | None:
-        """Remove the hooks and return the mean over all hidden weights; ``None`` if nothing was counted."""
-        for handle in self._handles:
-            handle.remove()
-        seen = [each for each in self._passed if each.tokens]
+        """Stop counting and return the mean over all hidden weights; ``None`` if nothing was counted."""
+        self._remove()
+        seen = [each for each in self._passed.values() if each.tokens]
         weights = sum(each.weights for each in seen)
         return round(sum(each.weights * each.tokens for each in seen) / weights) if weights else None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _stopped, ()  # a copy belongs to no model
 
+
+def _stopped() -> TokenCounter:
+    return TokenCounter(nn.Identity())
+
+
+@dataclass
 class _Passed:
-    """Counts the tokens of one module. A copy of the module has a counter of its own."""
+    """The elements of a weight, and the tokens that passed it."""
 
-    def __init__(self, weights: int) -> None:
-        self.weights, self.tokens = weights, 0
+    weights: int
+    tokens: int = 0
 
-    def __call__(self, module: nn.Module, inputs: object, output: object) -> None:
-        if torch.compiler.is_compiling() or not isinstance(output, Tensor) or not output.requires_grad:
-            return
+
+def _count(passed: Mapping[nn.Module, _Passed], module: nn.Module, inputs: object, output: object) -> None:
+    if torch.compiler.is_compiling() or not isinstance(output, Tensor) or not output.requires_grad:
+        return
+    if (mine := passed.get(module)) is not None:
         channels = output.shape[1] if isinstance(module, nn.modules.conv._ConvNd) else output.shape[-1]
-        self.tokens += output.numel() // max(1, channels)
+        mine.tokens += output.numel() // max(1, channels)

@@ -281,6 +281,8 @@ class FP32Format(Format):
         held[""][rows].copy_(value)
 
     def problem(self, held: Held) -> str | None:
+        if not bool(held[""].isfinite().all()):
+            return "numbers that are not finite"
         return "negative numbers" if not self.slot.signed and bool((held[""] < 0).any()) else None
 
     def graph_key(self) -> Hashable:

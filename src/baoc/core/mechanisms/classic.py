@@ -67,7 +67,7 @@ class Adam(Mechanism):
     """Adam with coupled (L2) weight decay, as ``torch.optim.Adam``."""
 
     name = "adam"
-    slots = (Slot("m", signed=True), Slot("v", signed=False, divides="m"))
+    slots = (Slot("m", signed=True), Slot("v", signed=False))
     adaptive = True
     momentum = True
 

@@ -134,11 +134,15 @@ def operations(rows: int, cols: int, iterations: int) -> int:
     return iterations * (4 * side * rows * cols + 2 * side**3)
 
 
+def _is_finite(x: object) -> bool:
+    return isinstance(x, (int, float)) and math.isfinite(x)
+
+
 NEWTON_SCHULZ = Setting(
     "newton_schulz",
     YOU_JIACHENG,
-    "one to twenty triples of numbers, one triple for each iteration",
-    lambda x: 0 < len(x) <= 20 and all(len(triple) == 3 for triple in x),
+    "one to twenty triples of finite numbers, one triple for each iteration",
+    lambda x: 0 < len(x) <= 20 and all(len(triple) == 3 and all(map(_is_finite, triple)) for triple in x),
     "coefficients (a, b, c) of x <- a x + b (x x') x + c (x x')^2 x; torch.optim.Muon has "
     "((3.4445, -4.775, 2.0315),) * 5",
 )

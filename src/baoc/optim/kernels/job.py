@@ -13,7 +13,7 @@ from torch import Tensor
 from baoc.core.configuration import Layout
 from baoc.core.rounding import rounding_phase
 from baoc.core.spec import Hyper, Scalar
-from baoc.optim.place import WHOLE, Place
+from baoc.optim.place import WHOLE, Place, Slice
 from baoc.optim.state import PLAIN, Memo, ParamState, set_age
 
 Numbers = tuple[dict[str, float], dict[str, int], tuple[int, ...]]  # scalars, rounding phase and age of each slot
@@ -78,6 +78,18 @@ class Job(NamedTuple):
                     f"parameter {self.name!r} cannot be updated: the memory of {what} was freed. Is it sharded by a "
                     "framework that gathers it for the forward pass only?"
                 )
+
+
+def rows_of(job: Job, rows: slice) -> Job:
+    """Return some rows of a job, as a shard with these rows would have them."""
+    height = rows.stop - rows.start
+    if height == job.param.shape[0]:
+        return job
+    layout = job.layout.configuration.layout(job.layout.shape, rows=height)
+    buffers = ((stored.key(buffer.name), buffer) for stored in layout.formats for buffer in stored.buffers)
+    held = {key: job.held[key][rows] if buffer.by_rows else job.held[key] for key, buffer in buffers}
+    place = Slice(job.place.first_row + rows.start, height)
+    return job._replace(layout=layout, param=job.param[rows], grad=job.grad[rows], held=held, place=place, memo=None)
 
 
 def _numbers(layout: Layout, hyper: Hyper, state: ParamState) -> Numbers:

@@ -1,7 +1,12 @@
-"""Updates that need whole matrices: equal shapes are finished in one batch, which is what matrix products like."""
+"""Updates that need whole matrices: equal shapes are finished in one batch, which is what matrix products like.
+
+A batch and all that is made of it on the way has at most ``BATCH_NUMEL`` elements, or is one matrix. A larger stack of
+matrices is cut. ``Plan.workspace_bytes`` counts on that.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -11,11 +16,9 @@ from torch import Tensor
 from baoc.core.mechanisms.muon import aligned
 from baoc.core.roles import as_matrices, matrix_shape
 from baoc.core.sharding import Ranks
-from baoc.optim.kernels.job import Job
+from baoc.core.spec import BATCH_NUMEL
+from baoc.optim.kernels.job import Job, rows_of
 from baoc.optim.kernels.update import Update, row_tiles
-
-BATCH_NUMEL = 15 << 20
-"""60 MiB of fp32 at once for a batch of matrices and all that is made of them on the way, or one parameter's."""
 
 
 class Rows(Protocol):
@@ -136,13 +139,13 @@ def _owners(found: Sequence[Sequence[Job]]) -> list[Owners | None]:
 
 def _spread_over(job: Job) -> Ranks | None:
     """The ranks that have rows of each of its matrices; a stack is cut between them."""
-    return None if len(matrix_shape(job.layout.shape)) > 2 else job.place.ranks
+    return None if _is_stack(job) else job.place.ranks
 
 
 def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
     """Jobs that can be finished together: one mechanism, one step's numbers, matrices of one shape."""
     alike: dict[tuple[object, ...], list[Job]] = {}
-    for job in jobs:
+    for job in itertools.chain.from_iterable(map(_parts, jobs)):
         # not the local shape: every rank must make the same batches
         shape = as_matrices(job.layout.shape)[1:]
         key = job.layout.mechanism.name, id(job.scalars), job.param.device, shape, _spread_over(job)
@@ -157,6 +160,16 @@ def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
         yield batch
 
 
+def _parts(job: Job) -> Iterator[Job]:
+    """Cut a stack that is too large for a batch. Its matrices are whole on this rank, so ranks may cut differently."""
+    if not _is_stack(job) or _workspace(job) <= BATCH_NUMEL:
+        yield job
+        return
+    matrices = max(1, BATCH_NUMEL * len(job.param) // _workspace(job))
+    for start in range(0, len(job.param), matrices):
+        yield rows_of(job, slice(start, min(start + matrices, len(job.param))))
+
+
 def _held(batch: Sequence[Job], owners: Owners | None) -> int:
     """Elements of memory that a batch takes: its directions', and the scratch of the matrices finished here."""
     _, rows, cols = as_matrices(batch[0].layout.shape)
@@ -166,9 +179,13 @@ def _held(batch: Sequence[Job], owners: Owners | None) -> int:
 
 def _workspace(job: Job) -> int:
     """Elements that a job's matrices need, or this rank's share of them."""
-    matrices, rows, cols = as_matrices(job.layout.shape)
-    ranks = job.place.ranks
-    return matrices * job.layout.mechanism.workspace(rows, cols) // (1 if ranks is None else ranks.size)
+    _, rows, cols = as_matrices(job.layout.shape)
+    each, ranks = job.layout.mechanism.workspace(rows, cols), job.place.ranks
+    return each * len(job.param) if _is_stack(job) else each // (1 if ranks is None else ranks.size)
+
+
+def _is_stack(job: Job) -> bool:
+    return len(matrix_shape(job.layout.shape)) > 2
 
 
 class Owners:

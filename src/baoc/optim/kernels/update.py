@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from baoc.core.codecs import Format, MatrixMeanFormat, SummedFormat
+from baoc.core.codecs import MatrixMeanFormat, SummedFormat
 from baoc.core.roles import matrix_shape
 from baoc.core.rounding import Rounding
 from baoc.core.spec import FP32_TINY, SPIKE, Reach, Scalar
@@ -165,31 +165,13 @@ class Update:
         return stored.expand(self._held[name], rows, self._scalars[f"{name}.mean_floor"])
 
     def _store(self, rows: slice, grad: Tensor, slots: Mapping[str, Tensor]) -> None:
-        """Dithered; but an element without gradient must not move further than exact state would let it.
-
-        So its momentum is rounded toward zero, and shrinks with the root of what is lost of the second moment that
-        divides it: that one is rounded as ever, for it must stay right on average where gradients come now and then.
-        Then neither |m| nor |m| / sqrt(v) grows beyond what exact decay makes of it, at any step, whatever eps is.
-        """
+        """Store the slots that do not keep sums. See :class:`~baoc.core.rounding.Rounding` for idle elements."""
         stored = [each for each in self._formats if not isinstance(each, SummedFormat)]
-        if not any(each.rounds for each in stored):
-            for each in stored:
-                each.encode(self._held[each.slot.name], rows, slots[each.slot.name], Rounding())
-            return
-        idle = grad == 0
-        values = dict(slots)
-        for each in sorted(stored, key=lambda each: each.slot.divides is None):  # dividers first
-            name, divided, phase = each.slot.name, each.slot.divides, self._job.phases[each.slot.name]
-            rounding = Rounding(phase, idle if each.slot.signed else None, self._job.place.first_row)
-            each.encode(self._held[name], rows, values[name], rounding)
-            if divided in values and each.rounds:
-                kept = self._kept(each, rows, values[name])
-                values[divided] = torch.where(idle, values[divided] * kept, values[divided])
-
-    def _kept(self, stored: Format, rows: slice, value: Tensor) -> Tensor:
-        """Which share of a value's root was stored; 1 where it grew."""
-        found = stored.decode(self._held[stored.slot.name], rows)
-        return torch.where(found < value, (found / value).sqrt(), 1.0)
+        idle = grad == 0 if any(each.rounds for each in stored) else None
+        for each in stored:
+            name = each.slot.name
+            rounding = Rounding(self._job.phases[name], idle if each.slot.signed else None, self._job.place.first_row)
+            each.encode(self._held[name], rows, slots[name], rounding)
 
     def _step_factor(self, tiles: Sequence[slice]) -> Tensor:
         """From the RMS of the whole direction and of the parameter, before either has changed."""

@@ -14,7 +14,7 @@ from baoc.core.roles import canonical_name
 from baoc.core.spec import DEFAULT_BETAS
 from baoc.planners.model_facts import ModelFacts, TokenCounter
 from baoc.planners.paper.coordinates import RATIO
-from baoc.planners.paper.sampling import Sampler
+from baoc.planners.paper.sampling import BETA_RHO, Sampler
 from baoc.planners.paper.statistics import GradientStatistics, StatisticsError
 
 logger = logging.getLogger("baoc")
@@ -28,9 +28,11 @@ class StatisticsCollector:
 
     Args:
         params: a module, of which the trainable parameters are sampled, or parameters by name.
-        ratio: share of each tensor that is sampled.
+        ratio: share of each structural unit's coordinates that is sampled.
         seed: of the choice of coordinates.
-        betas: decay of the sampled moments.
+        betas: beta_m and beta_v of the sampled moments.
+        floor: sample at least this many coordinates of a unit, or all.
+        beta_rho: the largest decay of the direction stability that plans will ask for.
 
     Example:
         >>> model = nn.Linear(8, 4)
@@ -52,6 +54,8 @@ class StatisticsCollector:
         ratio: float = RATIO,
         seed: int = 0,
         betas: tuple[float, float] = DEFAULT_BETAS,
+        floor: int = 0,
+        beta_rho: float = BETA_RHO,
     ) -> None:
         named = dict(params.named_parameters()) if isinstance(params, nn.Module) else dict(params)
         self._params = {canonical_name(name): param for name, param in named.items() if param.requires_grad}
@@ -59,7 +63,7 @@ class StatisticsCollector:
             raise StatisticsError("there is nothing to sample: no parameter is trainable (requires_grad=True).")
         self._model = ModelFacts.of(params if isinstance(params, nn.Module) else self._params)
         self._tokens = TokenCounter(params) if isinstance(params, nn.Module) else None
-        self._sampler = Sampler(self._params, ratio=ratio, seed=seed, betas=betas)
+        self._sampler = Sampler(self._params, ratio=ratio, floor=floor, seed=seed, betas=betas, beta_rho=beta_rho)
         self._handle: RemovableHandle | None = None
 
     @property

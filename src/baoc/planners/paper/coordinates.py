@@ -1,9 +1,12 @@
-"""The sampled coordinates of a tensor, computed from a few numbers so that none of them is stored."""
+"""Which coordinates are sampled (Sec. 3.1): how many of each tensor, and where.
+
+The places are computed from a few numbers, so none of them is stored.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -11,12 +14,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from baoc.core.roles import canonical_name
 from baoc.core.spec import Shape
+from baoc.planners.paper.units import Granularity, structural_units
 
 RATIO = 0.001
-FLOOR = 256
-"""The least number of coordinates that is sampled of a tensor; smaller tensors are sampled as a whole."""
-_FEW_MATRICES = 8  # of a stack, such as experts, that are sampled at least
+_SOME_MATRICES = 8  # of a stack, such as experts, that are sampled if there are enough samples
+_ENOUGH = 16  # samples of a matrix: a grid of 4 x 4
 _MASK = 0xFFFFFFFF
 _PARTS = 20  # bits: strata are bounded at fractions of a place
 
@@ -151,29 +155,54 @@ def stacked(shape: Shape) -> tuple[int, int, int]:
     return math.prod(shape[:-2]), shape[-2], shape[-1]
 
 
-def sample_count(numel: int, ratio: float = RATIO, floor: int = FLOOR) -> int:
-    """Return the number of coordinates to sample: ``ceil(ratio * numel)``, but at least ``floor`` or all.
+def sample_count(numel: int, ratio: float = RATIO, floor: int = 0) -> int:
+    """Return the size of Omega of a unit: ``ceil(ratio * numel)``, but at least ``floor`` or all.
 
-    >>> sample_count(2_359_296), sample_count(768), sample_count(100)
-    (2360, 256, 100)
+    >>> sample_count(2_359_296), sample_count(768), sample_count(768, floor=64)
+    (2360, 1, 64)
     """
     # exact decimal arithmetic: 0.07 * 100 is above 7 in floats
     return min(numel, max(math.ceil(Fraction(str(ratio)) * numel), floor))
 
 
-def draw(shape: Shape, generator: torch.Generator, ratio: float = RATIO, floor: int = FLOOR) -> Coordinates:
-    """Draw the coordinates of a tensor at random.
+def sample_counts(
+    shapes: Mapping[str, Shape], ratio: float = RATIO, floor: int = 0, granularity: Granularity = "module"
+) -> dict[str, int]:
+    """Return how many coordinates of each tensor are sampled.
 
-    >>> draw((768, 3072), torch.Generator().manual_seed(0)).grid
-    (1, 48, 50)
+    Each structural unit has :func:`sample_count` coordinates. Its tensors share them in proportion to their sizes, by
+    largest remainders; of equal remainders, the first tensor's counts. A tensor may get none.
+
+    >>> sample_counts({"fc.weight": (100, 100), "fc.bias": (100,), "norm.weight": (100,)})
+    {'fc.weight': 11, 'fc.bias': 0, 'norm.weight': 1}
     """
-    count = sample_count(math.prod(shape), ratio, floor)
+    names = {canonical_name(name): name for name in shapes}
+    counts = dict.fromkeys(shapes, 0)
+    for unit in structural_units(shapes, granularity):
+        sizes = {names[name]: math.prod(shapes[names[name]]) for name in unit.parameters}
+        total = sample_count(unit.numel, ratio, floor)
+        quotas = {name: Fraction(total * size, max(1, unit.numel)) for name, size in sizes.items()}
+        counts |= {name: math.floor(quota) for name, quota in quotas.items()}
+        left = total - sum(counts[name] for name in sizes)
+        for name in sorted(sizes, key=lambda name: counts[name] - quotas[name])[:left]:
+            counts[name] += 1
+    return counts
+
+
+def draw(shape: Shape, generator: torch.Generator, count: int) -> Coordinates:
+    """Draw ``count`` coordinates of a tensor at random.
+
+    >>> draw((768, 3072), torch.Generator().manual_seed(0), 2360).grid
+    (1, 49, 49)
+    """
     matrices, rows, cols = stacked(shape)
-    b = min(matrices, max(_FEW_MATRICES, -(-count // max(1, rows * cols))))
-    per_matrix = -(-count // b) if b else 0
-    # as square as the matrix allows, so that both its rows and its columns are seen
-    r = min(rows, max(math.isqrt(per_matrix), -(-per_matrix // max(1, cols))))
-    c = -(-per_matrix // r) if r else 0
+    b = r = c = 0
+    if count:
+        b = min(matrices, max(1, -(-count // (rows * cols)), min(_SOME_MATRICES, count // min(_ENOUGH, rows * cols))))
+        per_matrix = -(-count // b)
+        # as square as the matrix allows, so that both its rows and its columns are seen, and with full rows
+        c = min(cols, max(per_matrix // min(rows, math.isqrt(per_matrix)), -(-per_matrix // rows)))
+        r = -(-per_matrix // c)
     luck = torch.randint(_MASK + 1, (3, 2), generator=generator, device="cpu").tolist()
     return Coordinates(
         shape,

@@ -1,8 +1,4 @@
-"""The paper's diagnostics of a block, from the sampled streams of its tensors (Sec. 3.3, Eq. 4 to 8).
-
-Samples are weighted by how many elements they stand for, because small tensors are sampled more densely. With the
-paper's plain sampling all weights are equal, and these are its formulas.
-"""
+"""The paper's diagnostics of a block, from the sampled streams of its tensors (Sec. 3.3, Eq. 4 to 8)."""
 
 from __future__ import annotations
 
@@ -19,10 +15,28 @@ from baoc.core.configuration import Configuration, parse
 from baoc.core.mechanisms import Evidence, pooled_rms
 from baoc.core.rounding import NEAREST
 from baoc.core.spec import Hyper, Slot
-from baoc.planners.paper.statistics import Array, GradientStatistics, TensorRecord
+from baoc.planners.paper.sampling import BETA_RHO, history_steps
+from baoc.planners.paper.statistics import Array, GradientStatistics, StatisticsError, TensorRecord
 
 EPSILON = 1e-12  # App. A.1
-BETA_RHO = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricSettings:
+    """How metrics are computed from samples.
+
+    Args:
+        beta_rho: of the direction stability (Eq. 5).
+        bias_correction: divide the EMAs of Eq. 3 and 5 by their mass, as Adam does. The paper does not.
+        epsilon: of all formulas.
+    """
+
+    beta_rho: float = BETA_RHO
+    bias_correction: bool = False
+    epsilon: float = EPSILON
+
+
+AS_PRINTED = MetricSettings()
 
 
 class Metrics:
@@ -32,7 +46,10 @@ class Metrics:
         statistics: of all parameters.
         names: parameters of the block.
         hyper: betas, epsilon and weight decay of the run.
-        epsilon: of the paper's formulas.
+        settings: of the formulas.
+
+    Raises:
+        StatisticsError: the statistics do not go back as far as ``beta_rho`` needs.
     """
 
     def __init__(
@@ -40,41 +57,53 @@ class Metrics:
         statistics: GradientStatistics,
         names: Iterable[str],
         hyper: Hyper,
-        *,
-        epsilon: float = EPSILON,
+        settings: MetricSettings = AS_PRINTED,
     ) -> None:
-        self._records = [statistics.records[name] for name in names if statistics.records[name].numel]
-        self._steps, self._hyper, self._epsilon = statistics.steps, hyper, epsilon
-        samples = sum(len(record.second) for record in self._records)
-        elements = sum(record.numel for record in self._records)
-        # relative to the block's mean: equal weights are 1, so that epsilon means the same as in the paper
-        self._weight = {r.name: r.weight * samples / elements for r in self._records}
-        self._weights = self._joined("weights")
-        first, second, values = (self._joined(key) for key in ("first", "second", "values"))
-        self._first = first
-        none = np.zeros(max((len(record.dots) for record in self._records), default=0))
-        squares = sum((self._weight[r.name] * r.squares for r in self._records), none)
-        dots = sum((self._weight[r.name] * r.dots for r in self._records), none)
+        held = [statistics.records[name] for name in names]
+        self._records = [record for record in held if len(record.second)]
+        self._steps, self._hyper, self._epsilon = statistics.steps, hyper, settings.epsilon
+        self._masses = statistics.masses
+        masses = self._masses if settings.bias_correction else (1.0, 1.0)
+        first, second = self._joined("first") / masses[0], self._joined("second") / masses[1]
+        values, epsilon = self._joined("values"), settings.epsilon
+        seen = min((len(record.dots) for record in held), default=0)
+        if seen < min(statistics.steps, history_steps(settings.beta_rho)) and held:
+            raise StatisticsError(
+                f"beta_rho={settings.beta_rho:g} needs {history_steps(settings.beta_rho)} steps, and the gradient "
+                f"statistics have the last {seen} of {statistics.steps}. Collect them with this beta_rho."
+            )
+        dots, squares = (
+            np.sum([getattr(r, key) for r in self._records], axis=0) if self._records else np.zeros(seen)
+            for key in ("dots", "squares")
+        )
         self._stored: dict[tuple[str, str], Tensor] = {}
         self._exact: tuple[object, Array, float] | None = None
 
+        self.steps = statistics.steps
+        """Steps that were observed."""
         self.has_signal = bool((second > 0).any())
         """Whether some sampled gradient was not zero. If not, the other diagnostics are meaningless."""
-        self.anisotropy = anisotropy(second, self._weights, epsilon)
-        self.direction_stability = direction_stability(dots, squares, epsilon)
-        self.snr = snr(first, second, self._weights, epsilon)
-        self.distortion = distortion(second, values, self._weights, epsilon)
-        self.structure_residual = structure_residual(
-            self._records, [self._weight[r.name] for r in self._records], epsilon
+        self.has_matrix = any(len(record.shape) > 1 and record.numel for record in held)
+        """Whether there is something that can be factored."""
+        self.anisotropy = anisotropy(second, epsilon)
+        self.direction_stability = direction_stability(
+            dots, squares, settings.beta_rho, epsilon, steps=statistics.steps if settings.bias_correction else None
         )
-        """``None`` if the block has no matrix."""
+        self.snr = snr(first, second, epsilon)
+        self.distortion = distortion(second, values, epsilon)
+        self.structure_residual = structure_residual(self._records, 1 / masses[1], epsilon)
+        """``None`` if the block has no matrix with enough samples."""
 
     def precision(self, bits: int) -> float:
-        """Return Q(b) of the paper: the cosine between AdamW's update with b-bit state and with fp32 state."""
-        return self.alignment(parse(f"adamw-{bits}"))
+        """Return Q(b) of Eq. 8: the cosine between AdamW's update with b-bit state and with fp32 state."""
+        configuration = parse(f"adamw-{bits}")
+        stored = {slot.name: configuration.codec(slot.name) for slot in configuration.slots}
+        u32, exact_norm = self._exact_direction(configuration, dict.fromkeys(stored, CODECS["fp32"]))
+        ub = self._direction(configuration, stored)
+        return float(u32 @ ub) / (exact_norm * float(np.linalg.norm(ub)) + self._epsilon)
 
     def alignment(self, configuration: Configuration) -> float:
-        """Return Eq. 8: the cosine between the updates with exact state and with the configuration's codecs.
+        """Return Eq. 8 for any configuration: the cosine between updates with exact state and with its codecs.
 
         Exact state is fp32. For a factored codec it is the fp32 factorization, whose error Eq. 7 measures. For rules
         that work on whole matrices, it is the cosine of the matrices that they start from.
@@ -85,18 +114,19 @@ class Metrics:
         if exact_norm == 0 or not stored:
             return 1.0  # without updates or without state nothing is lost
         ub = self._direction(configuration, stored)
-        stored_norm = _norm(ub, self._weights)
+        stored_norm = float(np.linalg.norm(ub))
         if stored_norm == 0:
             return 0.0
         # of unit vectors, because an absolute epsilon would look like a loss where updates are small, as in SGD
-        return float((self._weights * (u32 / exact_norm)) @ (ub / stored_norm)) / (1 + self._epsilon)
+        return float((u32 / exact_norm) @ (ub / stored_norm)) / (1 + self._epsilon)
 
     def update_rms(self, configuration: Configuration) -> float:
         """Return the RMS of a configuration's typical update on these gradients, in units of the learning rate."""
         parts = []
         for record in self._records:
             mechanism = configuration.layout(record.shape).mechanism
-            first, second = torch.from_numpy(record.first), torch.from_numpy(record.second)
+            moments = zip((record.first, record.second), self._masses)
+            first, second = (torch.from_numpy(moment / mass) for moment, mass in moments)
             means = {"m": first, "v": second}
             means |= {slot.name: first if slot.signed else second for slot in mechanism.slots}
             param_rms = math.sqrt(float(np.square(record.values).mean())) if len(record.values) else 0.0
@@ -111,17 +141,19 @@ class Metrics:
         key = (configuration.mechanism_name, codecs)
         if self._exact is None or self._exact[0] != key:
             direction = self._direction(configuration, codecs)
-            self._exact = (key, direction, _norm(direction, self._weights))
+            self._exact = (key, direction, float(np.linalg.norm(direction)))
         return self._exact[1:]
 
     def _direction(self, configuration: Configuration, codecs: dict[str, Codec]) -> Array:
         mechanism = configuration.mechanism
         ages = {slot.name: self._steps for slot in configuration.slots}
+        # moments are stored as they are; the update divides them by the mass that they would have with its own betas
         slots = {
-            slot.name: self._read_back(slot, codecs[slot.name]) * mechanism.mass(slot.name, self._steps, self._hyper)
+            slot.name: self._read_back(slot, codecs[slot.name])
+            * (mechanism.mass(slot.name, self._steps, self._hyper) / self._masses[not slot.signed])
             for slot in self._slots(configuration)
         }
-        grad = torch.from_numpy(self._first)
+        grad = torch.from_numpy(self._joined("first") / self._masses[0])
         direction: Array = mechanism.direction(grad, slots, mechanism.scalars(self._hyper, ages)).double().numpy()
         return direction
 
@@ -130,7 +162,7 @@ class Metrics:
         return [slot for slot in configuration.slots if not slot.is_of_matrix]
 
     def _read_back(self, slot: Slot, codec: Codec) -> Tensor:
-        """Return the samples of a moment after a round trip through a codec. A common factor makes no difference."""
+        """Return the samples of a moment after a round trip through a codec."""
         key = (slot.name, codec.name)
         if key not in self._stored:
             parts = [stored_and_read(r, r.first if slot.signed else r.second, codec, slot) for r in self._records]
@@ -138,58 +170,74 @@ class Metrics:
         return self._stored[key]
 
     def _joined(self, key: str) -> Array:
-        if key == "weights":
-            parts = [np.full(len(record.second), self._weight[record.name]) for record in self._records]
-        else:
-            parts = [getattr(record, key) for record in self._records]
+        parts = [getattr(record, key) for record in self._records]
         return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def anisotropy(second: Array, weights: Array, epsilon: float = EPSILON) -> float:
+def anisotropy(second: Array, epsilon: float = EPSILON) -> float:
     """Return Eq. 4: the log-ratio of the 90% and the 10% quantile of the second moment."""
     if not len(second):
         return 0.0
-    low, high = weighted_quantiles(second, weights, (0.1, 0.9))
-    return math.log((high + epsilon) / (low + epsilon))
+    low, high = np.quantile(second, (0.1, 0.9))
+    return math.log((float(high) + epsilon) / (float(low) + epsilon))
 
 
-def direction_stability(dots: Array, squares: Array, epsilon: float = EPSILON, beta: float = BETA_RHO) -> float:
-    """Return Eq. 5, left: the debiased EMA of cosines between successive gradients. A zero norm counts as 0."""
-    mean, mass = 0.0, 0.0
+def direction_stability(
+    dots: Array, squares: Array, beta: float = BETA_RHO, epsilon: float = EPSILON, *, steps: int | None = None
+) -> float:
+    """Return Eq. 5, left: the EMA of cosines between successive gradients, from zero. A zero norm counts as 0.
+
+    Args:
+        dots: <g_t, g_t-1> by step; the first has no predecessor.
+        squares: |g_t|^2 by step.
+        beta: beta_rho.
+        epsilon: of the denominator.
+        steps: divide by the mass of an EMA over this many steps; ``None`` for the printed formula.
+    """
+    mean = 0.0
     for dot, square, previous in zip(dots[1:], squares[1:], squares[:-1]):
         cosine = float(dot) / (math.sqrt(square) * math.sqrt(previous) + epsilon)
         cosine = min(max(cosine, -1.0), 1.0)  # all three are rounded
         mean = beta * mean + (1 - beta) * cosine
-        mass = beta * mass + (1 - beta)
-    return mean / mass if mass else 0.0
+    return mean / (1 - beta ** (steps - 1)) if steps is not None and steps > 1 else mean
 
 
-def snr(first: Array, second: Array, weights: Array, epsilon: float = EPSILON) -> float:
-    """Return Eq. 5, right: the share of the squared mean in the mean square of gradients."""
-    return float((weights * first**2).sum() / ((weights * second).sum() + epsilon))
+def snr(first: Array, second: Array, epsilon: float = EPSILON) -> float:
+    """Return Eq. 5, right: the squared norm of the first moment over the sum of the second."""
+    return float((first**2).sum() / (second.sum() + epsilon))
 
 
-def distortion(second: Array, values: Array, weights: Array, epsilon: float = EPSILON) -> float:
+def distortion(second: Array, values: Array, epsilon: float = EPSILON) -> float:
     """Return Eq. 6: how far the preconditioner is from a constant, weighted by the parameters that it would decay."""
     if not len(second):
         return 0.0
     preconditioner = 1 / (np.sqrt(second) + epsilon)
-    relative = preconditioner / np.average(preconditioner, weights=weights) - 1
-    return _norm(relative * values, weights) / (_norm(values, weights) + epsilon)
+    relative = preconditioner / preconditioner.mean() - 1
+    return float(np.linalg.norm(relative * values) / (np.linalg.norm(values) + epsilon))
 
 
-def structure_residual(
-    records: Sequence[TensorRecord], weights: Sequence[float], epsilon: float = EPSILON
-) -> float | None:
-    """Return Eq. 7: the relative error of the rank-1 estimate from row and column means of all sampled matrices."""
+def structure_residual(records: Sequence[TensorRecord], scale: float = 1.0, epsilon: float = EPSILON) -> float | None:
+    """Return Eq. 7: the relative error of the rank-1 estimate from row and column means of all sampled matrices.
+
+    A matrix counts if at least two rows and two columns of it were sampled, or all it has.
+
+    Args:
+        records: of the tensors of a block.
+        scale: of the second moments.
+        epsilon: of the denominator.
+    """
     error = total = 0.0
     found = False
-    for record, weight in zip(records, weights):
-        for matrix in sampled_matrices(record, record.second)[0]:
+    for record in records:
+        enough = tuple(min(2, size) for size in record.shape[-2:])
+        for sampled in sampled_matrices(record, record.second)[0]:
+            if sampled.shape[0] < enough[0] or sampled.shape[1] < enough[1]:
+                continue
+            matrix = sampled * scale
             rows, cols = matrix.mean(1, keepdims=True), matrix.mean(0, keepdims=True)
             estimate = rows * cols / max(float(matrix.mean()), np.finfo(np.float64).tiny)
-            error += weight * float(((matrix - estimate) ** 2).sum())
-            total += weight * float((matrix**2).sum())
+            error += float(((matrix - estimate) ** 2).sum())
+            total += float((matrix**2).sum())
             found = True
     return math.sqrt(error) / (math.sqrt(total) + epsilon) if found else None
 
@@ -230,21 +278,3 @@ def sampled_matrices(record: TensorRecord, samples: Array) -> tuple[list[Array],
     cut = len(samples) // cols * cols
     full = samples[:cut].reshape(-1, cols)
     return [full[start : start + rows] for start in range(0, len(full), rows)], samples[cut:]
-
-
-def weighted_quantiles(x: Array, weights: Array, at: Sequence[float]) -> list[float]:
-    """Return quantiles of a weighted sample, interpolated as ``numpy.quantile`` does for equal weights.
-
-    >>> weighted_quantiles(np.array([3.0, 1.0, 2.0]), np.ones(3), [0.0, 0.25, 1.0])
-    [1.0, 1.5, 3.0]
-    """
-    order = np.lexsort((weights, x))
-    x, weights = x[order], weights[order]
-    middle = np.cumsum(weights) - 0.5 * weights  # the centre of each sample's share
-    span = middle[-1] - middle[0]
-    position = (middle - middle[0]) / span if span > 0 else np.zeros_like(middle)
-    return [float(value) for value in np.interp(at, position, x)]
-
-
-def _norm(x: Array, weights: Array) -> float:
-    return math.sqrt(float((weights * x**2).sum()))

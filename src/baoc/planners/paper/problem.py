@@ -21,8 +21,9 @@ from baoc.planners import cost, patterns, placement
 from baoc.planners.base import AUTO, Budget
 from baoc.planners.model_facts import ModelFacts
 from baoc.planners.paper import risk as risks
+from baoc.planners.paper import times as update_times
 from baoc.planners.paper import units as structure
-from baoc.planners.paper.metrics import Metrics
+from baoc.planners.paper.metrics import Metrics, MetricSettings
 from baoc.planners.paper.refine import refine
 from baoc.planners.paper.statistics import GradientStatistics
 from baoc.solve import Infeasible, Problem, Solution, frontier, smallest_memory, solve
@@ -47,7 +48,13 @@ class PaperProblem:
     """All that does not depend on a budget."""
 
     def __init__(
-        self, planner: PaperPlanner, model: ModelFacts, statistics: GradientStatistics | None, *, per_rank: bool = False
+        self,
+        planner: PaperPlanner,
+        model: ModelFacts,
+        statistics: GradientStatistics | None,
+        *,
+        per_rank: bool = False,
+        times: update_times.Times | None = None,
     ) -> None:
         """Build the problem.
 
@@ -56,6 +63,10 @@ class PaperProblem:
             model: facts about the model.
             statistics: of its gradients; without them all blocks have the metrics of a typical one.
             per_rank: count the bytes of the rank that holds most of sharded parameters, not of all ranks.
+            times: measured ones, if the planner measures; without them, those of the cost model.
+
+        Raises:
+            PlanError: there are no parameters, or patterns or times do not suit them.
         """
         if not any(math.prod(shape) for shape in model.shapes.values()):
             raise PlanError("there is nothing to plan: the model has no parameters, or only empty ones.")
@@ -63,11 +74,13 @@ class PaperProblem:
         self.candidates = cast("tuple[Configuration, ...]", planner.candidates)
         self.reference_bytes = model.reference_bytes(per_rank=per_rank)
         self._per_rank, self._rows = per_rank, model.rows if per_rank else {}
-        self.names, self.blocks = self._partition()
+        self.times = times or (update_times.GPU if planner.times == update_times.MEASURE else planner.times)
+        self._metric_settings, self._risk_settings = planner.metric_settings, risk_settings(planner, model, statistics)
+        self.names, self.blocks, units = self._partition()
         self.metrics: list[risks.BlockMetrics] = [self._measured(block) for block in self.blocks]
         self._terms = self._risks()
         self.memory = cost.memory(self.blocks, self.candidates, self._rows)
-        self.time = cost.update_ratios(self.blocks, self.candidates)
+        self.time = update_times.ratios(self.times, units, self.candidates)
 
     @functools.cached_property
     def cost(self) -> NDArray[np.float64]:
@@ -137,6 +150,7 @@ class PaperProblem:
             "memory_budget": nbytes,
             "time_budget": self.planner.time if math.isfinite(self.planner.time) else None,
             "time": round(float(solution.time_used), 4),
+            "times": update_times.plain(self.times),
             "objective": float(solution.objective),
             "bound": float(solution.bound),
             "memory_price": float(solution.memory_price),
@@ -154,7 +168,7 @@ class PaperProblem:
             configuration,
             self.blocks[index],
             self._lr_multiplier(self.metrics[index], configuration),
-            {term: round(value, 6) for term, value in self._terms[index][choice].items()},
+            {term: round(value, 6) + 0.0 for term, value in self._terms[index][choice].items()},  # no -0.0
             self._why(index, choice),
         )
 
@@ -203,21 +217,34 @@ class PaperProblem:
 
     # ---- blocks and risks ----
 
-    def _partition(self) -> tuple[list[str], list[dict[str, Shape]]]:
-        granularity, shapes = self.planner.granularity, self.model.shapes
-        by_structure = "module" if granularity == REFINED else cast(structure.Granularity, granularity)
-        units = structure.structural_units(shapes, by_structure)
+    def _partition(self) -> tuple[list[str], list[dict[str, Shape]], list[list[dict[str, Shape]]]]:
+        """Return names and parameters of the blocks, and of each block's units what one rank holds."""
+        shapes, planner = self.model.shapes, self.planner
+        units = structure.structural_units(shapes, unit_granularity(planner.granularity))
         groups: Sequence[Sequence[int]] = [(i,) for i in range(len(units))]
-        if granularity == REFINED and self._statistics is not None:
-            vectors = diagnostics_of(units, self._statistics, self.model, self.planner.anchors)
-            groups = refine(units, vectors, min_share=self.planner.min_share, quantile=self.planner.quantile)
+        if planner.granularity == REFINED and self._statistics is not None:
+            vectors = diagnostics_of(units, self._statistics, self.model, self._metric_settings, self._risk_settings)
+            groups = refine(
+                units,
+                vectors,
+                weights=[planner.diagnostic_weights.get(name, 1.0) for name in risks.DIAGNOSTICS],
+                min_share=planner.min_share,
+                threshold=planner.tau,
+                quantile=planner.quantile,
+            )
         block_of = {name: block for block, parameters in structure.blocks(units, groups) for name in parameters}
         names_of = {name: (name, unit.name, block_of[name]) for unit in units for name in unit.parameters}
         # a configuration that is no candidate may be forbidden all the same
-        self._forbidden = patterns.chosen(self.planner.forbid, self.candidates, names_of, (*CATALOG, *EXTENDED))
-        self._preferred = patterns.chosen(self.planner.prefer, self.candidates, names_of)
-        named = structure.blocks(units, [run for group in groups for run in self._of_one_rule(group, units)])
-        return [name for name, _ in named], [{n: shapes[n] for n in parameters} for _, parameters in named]
+        self._forbidden = patterns.chosen(planner.forbid, self.candidates, names_of, (*CATALOG, *EXTENDED))
+        self._preferred = patterns.chosen(planner.prefer, self.candidates, names_of)
+        runs = [run for group in groups for run in self._of_one_rule(group, units)]
+        named = structure.blocks(units, runs)
+        held = local_shapes(self.model)
+        return (
+            [name for name, _ in named],
+            [{n: shapes[n] for n in parameters} for _, parameters in named],
+            [[{n: held[n] for n in units[index].parameters} for index in run] for run in runs],
+        )
 
     def _of_one_rule(self, group: Sequence[int], units: Sequence[structure.Unit]) -> list[list[int]]:
         """Cut a group where patterns tell its units apart, or it might be left with nothing that is allowed."""
@@ -246,38 +273,70 @@ class PaperProblem:
 
     def _measured(self, block: Mapping[str, Shape]) -> risks.BlockMetrics:
         if self._statistics is not None:
-            return Metrics(self._statistics, block, self.model.hyper)
+            return Metrics(self._statistics, block, self.model.hyper, self._metric_settings)
         prior = risks.Prior()
-        return prior if any(len(shape) > 1 for shape in block.values()) else replace(prior, structure_residual=None)
+        has_matrix = any(len(shape) > 1 for shape in block.values())
+        return prior if has_matrix else replace(prior, structure_residual=None, has_matrix=False)
 
     def _risks(self) -> list[list[dict[str, float]]]:
-        model, planner = risks.find_risk(self.planner.risk), self.planner
-        settings = risks.RiskSettings(
-            planner.anchors, planner.weights or {}, planner.gamma, self.model.hyper.weight_decay
-        )
+        model, settings = risks.find_risk(self.planner.risk), self._risk_settings
         return [
             [model(m, c, settings) if m.has_signal else _risk_without_signal(c) for c in self.candidates]
             for m in self.metrics
         ]
 
 
+def risk_settings(
+    planner: PaperPlanner, model: ModelFacts, statistics: GradientStatistics | None
+) -> risks.RiskSettings:
+    """Return what risk models are told."""
+    return risks.RiskSettings(
+        anchors=planner.anchors,
+        weights=planner.weights,
+        gamma=planner.gamma,
+        weight_decay=model.hyper.weight_decay,
+        snr=planner.snr,
+        beta_m=planner.beta_m if statistics is None else statistics.betas[0],
+        epsilon=planner.epsilon,
+    )
+
+
+def unit_granularity(granularity: str) -> structure.Granularity:
+    """Return how units are cut: Alg. 2 starts from modules, and without it units are blocks."""
+    return "module" if granularity == REFINED else cast(structure.Granularity, granularity)
+
+
+def local_shapes(model: ModelFacts) -> dict[str, Shape]:
+    """Return the shapes that the rank with the most holds."""
+    return {
+        name: (model.rows[name], *shape[1:]) if name in model.rows else shape for name, shape in model.shapes.items()
+    }
+
+
 def diagnostics_of(
-    units: Sequence[structure.Unit], statistics: GradientStatistics, model: ModelFacts, anchors: risks.Anchors
+    units: Sequence[structure.Unit],
+    statistics: GradientStatistics,
+    model: ModelFacts,
+    metric_settings: MetricSettings,
+    settings: risks.RiskSettings,
 ) -> NDArray[np.float64]:
     """Return the units' normalized diagnostics for Alg. 2, one row each; NaN where a unit has none."""
     rows = []
     for unit in units:
-        metrics = Metrics(statistics, unit.parameters, model.hyper)
-        need = risks.needs(metrics, anchors)
+        metrics = Metrics(statistics, unit.parameters, model.hyper, metric_settings)
+        need = risks.needs(metrics, settings)
         residual = np.nan if metrics.structure_residual is None else need.structure
-        row = [need.adaptive, need.momentum, need.decay, residual, risks.precision_risk(metrics.precision(8))]
+        precision = risks.precision_risk(metrics.precision(8), settings.epsilon)
+        row = [need.adaptive, need.momentum, need.decay, residual, precision]
         rows.append(row if metrics.has_signal else [np.nan] * len(row))
     return np.array(rows)
 
 
-def unit_diagnostics(statistics: GradientStatistics, model: ModelFacts, anchors: risks.Anchors) -> NDArray[np.float64]:
+def unit_diagnostics(statistics: GradientStatistics, model: ModelFacts, planner: PaperPlanner) -> NDArray[np.float64]:
     """Return the normalized diagnostics of a model's structural units, (units, 5)."""
-    return diagnostics_of(structure.structural_units(statistics.shapes), statistics, model, anchors)
+    settings = risk_settings(planner, model, statistics)
+    units = structure.structural_units(statistics.shapes)
+    return diagnostics_of(units, statistics, model, planner.metric_settings, settings)
 
 
 def change_of(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from baoc.core.configuration import Configuration
 from baoc.planners.paper.metrics import EPSILON
 
+DIAGNOSTICS = ("adaptive", "momentum", "decay", "structure", "precision")
+"""The diagnostics of z_j in Alg. 2: s_A, s_M, C-tilde, s_F and l_Q(8)."""
+SNR_MODES = ("auto", "always", "never")
 TERMS = ("adaptive", "momentum", "decay", "structure", "precision", "aggressive")
 GAMMA = 0.1
 PAPER_BITS = (32, 16, 8)
@@ -19,7 +22,13 @@ class BlockMetrics(Protocol):
     """The diagnostics of a block that risk models read."""
 
     @property
+    def steps(self) -> int: ...
+
+    @property
     def has_signal(self) -> bool: ...
+
+    @property
+    def has_matrix(self) -> bool: ...
 
     @property
     def anisotropy(self) -> float: ...
@@ -55,9 +64,15 @@ class Anchors:
 
     def __post_init__(self) -> None:
         for name in ("anisotropy", "stability", "snr"):
-            low, high = getattr(self, name)
-            if not low < high:
-                raise ValueError(f"the anchors of {name} are ({low}, {high}); the first must be below the second.")
+            pair = getattr(self, name)
+            is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+            if not is_pair or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in pair):
+                raise ValueError(f"the anchors of {name} must be two numbers, got {pair!r}.")
+            if not pair[0] < pair[1]:
+                raise ValueError(
+                    f"the anchors of {name} are ({pair[0]}, {pair[1]}); the first must be below the second."
+                )
+            object.__setattr__(self, name, tuple(pair))
 
     def perturbed(self, share: float) -> Anchors:
         """Return anchors with both anisotropy anchors moved by a share, as in the paper's sensitivity study."""
@@ -77,20 +92,57 @@ class RiskSettings:
         weights: W of Alg. 1, by term; 1 where not given.
         gamma: weight of Agg in Eq. 2.
         weight_decay: the run's.
+        snr: whether the momentum need is s_rho * s_snr ("always"), s_rho ("never"), or s_rho where the SNR is missing
+            or unreliable ("auto"; see :func:`has_snr`).
+        beta_m: decay of the first moment, which "auto" depends on.
+        epsilon: of Eq. 10 and 20.
     """
 
     anchors: Anchors = DEFAULT_ANCHORS
     weights: Mapping[str, float] = field(default_factory=dict)
     gamma: float = GAMMA
     weight_decay: float = 0.01
+    snr: str = "auto"
+    beta_m: float = 0.9
+    epsilon: float = EPSILON
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.weights if name not in TERMS]
+        object.__setattr__(self, "weights", named_weights("weights", self.weights, TERMS))
+
+
+def named_weights(setting: str, weights: object, known: Sequence[str]) -> dict[str, float]:
+    """Return weights by name.
+
+    Args:
+        setting: its name, for errors.
+        weights: a mapping from some names to weights, one weight per name in their order, or ``None``.
+        known: the names.
+
+    Raises:
+        ValueError: a name is unknown, the number of weights is wrong, or a weight is negative or not finite.
+
+    Example:
+        >>> named_weights("weights", [1.0, 2.0], ("a", "b"))
+        {'a': 1.0, 'b': 2.0}
+    """
+    if weights is None:
+        return {}
+    if isinstance(weights, Mapping):
+        found = dict(weights)
+        unknown = [name for name in found if name not in known]
         if unknown:
-            raise ValueError(f"unknown risk term {unknown[0]!r}. Known: {', '.join(TERMS)}.")
-        for name, weight in self.weights.items():
-            if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-                raise ValueError(f"the weight of risk term {name!r} must be a non-negative number, got {weight!r}.")
+            raise ValueError(f"{setting} names {unknown[0]!r}, which is not one of {', '.join(known)}.")
+    elif isinstance(weights, Sequence) and not isinstance(weights, str):
+        if len(weights) != len(known):
+            raise ValueError(f"{setting} has {len(weights)} numbers; it needs {len(known)}: {', '.join(known)}.")
+        found = dict(zip(known, weights))
+    else:
+        raise ValueError(f"{setting} must be a mapping or a list of numbers for {', '.join(known)}; got {weights!r}.")
+    for name, weight in found.items():
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not is_number or not 0 <= weight < math.inf:
+            raise ValueError(f"{setting}[{name!r}] must be a non-negative number, got {weight!r}.")
+    return found
 
 
 class RiskModel(Protocol):
@@ -114,22 +166,39 @@ class Needs:
         return self.adaptive, self.momentum, self.decay, self.structure
 
 
-def needs(metrics: BlockMetrics, anchors: Anchors) -> Needs:
+def has_snr(metrics: BlockMetrics, settings: RiskSettings) -> bool:
+    """Return whether the SNR proxy is available and reliable (App. A.3).
+
+    It is available if some sampled gradient was not zero. It is reliable after 1 / (1 - beta_m) steps, when the first
+    moment has averaged over its own window: after one step, the squared mean of gradients is their mean square.
+    """
+    if settings.snr != "auto":
+        return settings.snr == "always"
+    # rounded: 1 / (1 - 0.9) is above 10 in floats
+    is_long_enough = metrics.steps >= round(1 / (1 - settings.beta_m), 6)
+    return metrics.has_signal and is_long_enough and math.isfinite(metrics.snr)
+
+
+def needs(metrics: BlockMetrics, settings: RiskSettings) -> Needs:
     """Return the normalized signals of a block (App. A)."""
-    stability = _ramp(metrics.direction_stability, anchors.stability)  # Eq. 14
-    signal = _ramp(math.log1p(metrics.snr), anchors.snr)  # Eq. 16
+    anchors = settings.anchors
+    momentum = _ramp(metrics.direction_stability, anchors.stability)  # Eq. 14
+    if has_snr(metrics, settings):
+        momentum *= _ramp(math.log1p(metrics.snr), anchors.snr)  # Eq. 16 and 17
     residual = metrics.structure_residual
+    if residual is None:  # vectors are never factored; a matrix with too few samples may be anything
+        residual = float(metrics.has_matrix)
     return Needs(
         adaptive=_ramp(metrics.anisotropy, anchors.anisotropy),  # Eq. 12
-        momentum=stability * signal,  # Eq. 17
+        momentum=momentum,
         decay=math.log1p(metrics.distortion),  # Eq. 18
-        structure=0.0 if residual is None else min(max(residual, 0.0), 1.0),  # Eq. 19; vectors are never factored
+        structure=min(max(residual, 0.0), 1.0),  # Eq. 19
     )
 
 
-def precision_risk(alignment: float) -> float:
+def precision_risk(alignment: float, epsilon: float = EPSILON) -> float:
     """Return Eq. 10 and 20: -log of the clipped cosine."""
-    return max(0.0, -math.log(min(max(alignment, EPSILON), 1.0) + EPSILON))
+    return -math.log(min(max(alignment, epsilon), 1.0) + epsilon)
 
 
 def aggressiveness(configuration: Configuration) -> float:
@@ -146,7 +215,7 @@ def paper(metrics: BlockMetrics, configuration: Configuration, settings: RiskSet
     """
     bits = configuration.switches.bits
     cosine = metrics.precision(bits) if bits in PAPER_BITS else metrics.alignment(configuration)
-    return _linear(metrics, configuration, settings, precision_risk(cosine))
+    return _linear(metrics, configuration, settings, precision_risk(cosine, settings.epsilon))
 
 
 def update(metrics: BlockMetrics, configuration: Configuration, settings: RiskSettings) -> dict[str, float]:
@@ -154,14 +223,15 @@ def update(metrics: BlockMetrics, configuration: Configuration, settings: RiskSe
 
     Precision is that of the configuration's own update, and dropping decoupled decay is no risk if there is no decay.
     """
-    terms = _linear(metrics, configuration, settings, precision_risk(metrics.alignment(configuration)))
+    precision = precision_risk(metrics.alignment(configuration), settings.epsilon)
+    terms = _linear(metrics, configuration, settings, precision)
     return terms | ({"decay": 0.0} if settings.weight_decay == 0 else {})
 
 
 def _linear(
     metrics: BlockMetrics, configuration: Configuration, settings: RiskSettings, precision: float
 ) -> dict[str, float]:
-    need, switches = needs(metrics, settings.anchors), configuration.switches
+    need, switches = needs(metrics, settings), configuration.switches
     terms = {
         "adaptive": need.adaptive * (not switches.adaptive),
         "momentum": need.momentum * (not switches.momentum),
@@ -186,7 +256,9 @@ class Prior:
     rate 1e-3 with one seed.
     """
 
+    steps: int = 60
     has_signal: bool = True
+    has_matrix: bool = True
     anisotropy: float = 4.2
     direction_stability: float = 0.35
     snr: float = 0.08

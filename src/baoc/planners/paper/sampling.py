@@ -2,12 +2,13 @@
 
 The sampler keeps its own moments of these coordinates, so its results do not depend on the optimizer of the warm-up.
 All streams of a device are stored in a few tensors: a step is one gather per parameter, a few operations over all
-streams, and one number for the host.
+streams, and two numbers per parameter for the host.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,20 +16,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baoc.core.codecs import BF16Format, FP32Format
-from baoc.core.rounding import Rounding, rounding_phase
 from baoc.core.sharding import Ranks, local, shard_of
-from baoc.core.spec import DEFAULT_BETAS, Shape, Slot, real_shape
-from baoc.planners.paper.coordinates import FLOOR, RATIO, Coordinates, draw, strata_places
+from baoc.core.spec import DEFAULT_BETAS, real_shape
+from baoc.planners.paper.coordinates import RATIO, Coordinates, draw, sample_counts, strata_places
+from baoc.planners.paper.units import Granularity
 
-HISTORY = 64
-"""Steps whose dots and squares are kept. Older ones would have a weight below 0.2% in the direction stability."""
-_SETTINGS = ("ratio", "floor", "seed", "betas", "codec")
-_FORMATS = {"bf16": BF16Format, "fp32": FP32Format}
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_MOMENT = Slot("moment", signed=True)
+BETA_RHO = 0.9
+_SETTINGS = ("ratio", "floor", "seed", "betas", "beta_rho")
 _SLOTS = ("first", "second", "previous")
-_TILE = 1 << 15  # elements that fit in a core's cache and run on one thread
+
+
+def history_steps(beta_rho: float) -> int:
+    """Return how many steps the direction stability of Eq. 5 depends on.
+
+    Older ones have a weight below the precision of doubles: without them the result is the same number.
+
+    >>> history_steps(0.9), history_steps(0.99), history_steps(0.0)
+    (350, 3657, 2)
+    """
+    return 2 if beta_rho == 0 else 1 + math.ceil(53 * math.log(2) / -math.log(beta_rho))
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,10 @@ class Stream:
     """The sampled gradients of one tensor, as fp32."""
 
     coordinates: Coordinates
-    first: Tensor  # (count,) EMA of g, not yet divided by its mass
-    second: Tensor  # (count,) EMA of g * g
+    first: Tensor  # (count,) EMA of g as in Eq. 3, which starts at zero
+    second: Tensor  # (count,) EMA of g * g, likewise
     previous: Tensor  # (count,)
-    dots: Tensor  # (steps,) <g_t, g_t-1>, of the last HISTORY steps at most
+    dots: Tensor  # (steps,) <g_t, g_t-1>, of all steps that Eq. 5 depends on
     squares: Tensor  # (steps,) |g_t|^2, likewise
 
 
@@ -48,11 +54,13 @@ class Sampler:
 
     Args:
         params: parameters by name.
-        ratio: share of each tensor's coordinates.
-        floor: sample at least this many coordinates of a tensor, or all.
+        ratio: s of Sec. 3.1: the share of each structural unit's coordinates.
+        floor: sample at least this many coordinates of a unit, or all.
         seed: of the choice of coordinates.
-        betas: decay of the moments (Eq. 3).
-        codec: how moments are stored: ``"bf16"`` with stochastic rounding, or ``"fp32"``.
+        betas: beta_m and beta_v of Eq. 3.
+        beta_rho: of Eq. 5, which says how many steps matter.
+        granularity: of the units.
+        counts: how many coordinates to sample of each parameter; overrides ratio, floor and granularity.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(100, 100))
@@ -61,7 +69,7 @@ class Sampler:
         >>> sampler.observe({"weight": weight})
         True
         >>> sampler.steps, sampler.streams["weight"].coordinates.count
-        (1, 256)
+        (1, 10)
     """
 
     def __init__(
@@ -69,28 +77,32 @@ class Sampler:
         params: Mapping[str, Tensor],
         *,
         ratio: float = RATIO,
-        floor: int = FLOOR,
+        floor: int = 0,
         seed: int = 0,
         betas: tuple[float, float] = DEFAULT_BETAS,
-        codec: str = "bf16",
+        beta_rho: float = BETA_RHO,
+        granularity: Granularity = "module",
+        counts: Mapping[str, int] | None = None,
     ) -> None:
         if not 0 < ratio <= 1:
             raise ValueError(
                 f"the sampling ratio is {ratio}; it must be above 0 and at most 1 (the paper's is {RATIO})."
             )
-        if codec not in _FORMATS:
-            raise ValueError(f"samples cannot be stored as {codec!r}. Choose one of {', '.join(_FORMATS)}.")
-        self.ratio, self.floor, self.seed, self.betas, self.codec = ratio, floor, seed, betas, codec
+        self.ratio, self.floor, self.seed, self.betas, self.beta_rho = ratio, floor, seed, betas, beta_rho
         self.steps = 0
         self.skipped = 0
+        shapes = {name: real_shape(param) for name, param in params.items()}
+        counts = sample_counts(shapes, ratio, floor, granularity) if counts is None else counts
         generator = torch.Generator("cpu").manual_seed(seed)
-        drawn = {name: draw(real_shape(param), generator, ratio, floor) for name, param in params.items()}
+        drawn = {name: draw(shape, generator, counts[name]) for name, shape in shapes.items()}
         devices = dict.fromkeys(param.device for param in params.values())
         self._parts = [
-            _Part({name: drawn[name] for name, param in params.items() if param.device == device}, device, codec)
+            _Part({name: drawn[name] for name, param in params.items() if param.device == device}, device)
             for device in devices
         ]
         self._names = tuple(params)
+        # on the host, where it is small beside everything else
+        self._history = torch.zeros(2, history_steps(beta_rho), len(params), dtype=torch.float32, device="cpu")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,14 +111,18 @@ class Sampler:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the sampler holds."""
+        """Bytes that the sampler holds on the parameters' devices."""
         return sum(part.nbytes for part in self._parts)
 
     @property
     def streams(self) -> dict[str, Stream]:
         """All streams by name, in the order of the parameters."""
-        streams = {name: stream for part in self._parts for name, stream in part.streams(self.steps).items()}
-        return {name: streams[name] for name in self._names}
+        length = self._history.shape[1]
+        turned = self._history.roll(-(self.steps % length), dims=1) if self.steps > length else self._history
+        seen = turned[:, : self.steps].clone()
+        history = dict(zip(self._names, zip(*(kind.unbind(-1) for kind in seen))))
+        slots = {name: slots for part in self._parts for name, slots in part.slots().items()}
+        return {name: Stream(*slots[name], *history[name]) for name in self._names}
 
     @torch.no_grad()
     def observe(self, params: Mapping[str, Tensor]) -> bool:
@@ -116,13 +132,16 @@ class Sampler:
             Whether they are finite. If not, the step is skipped and counted in :attr:`skipped`.
         """
         taken = [part.gather(params, lambda param: param.grad) for part in self._parts]
-        sums = [part.dots_and_squares(grad) for part, grad in zip(self._parts, taken)]
+        sums = [part.dots_and_squares(grad).cpu() for part, grad in zip(self._parts, taken)]
         # a square that overflows fp32 would stay in the second moment for good
-        if not all(bool(both.isfinite().all()) for both in sums):
+        if sums and not bool(torch.cat(sums, dim=1).isfinite().all()):
             self.skipped += 1
             return False
+        place = self.steps % self._history.shape[1]
+        position = {name: index for index, name in enumerate(self._names)}
         for part, grad, both in zip(self._parts, taken, sums):
-            part.absorb(grad, both, self.steps, self.betas)
+            part.absorb(grad, self.betas)
+            self._history[:, place, [position[name] for name in part.counts]] = both
         self.steps += 1
         return True
 
@@ -140,10 +159,13 @@ class Sampler:
         Parameters go by their positions, since their names may differ in the run that loads it.
         """
         position = {name: index for index, name in enumerate(self._names)}
+        counts = {name: count for part in self._parts for name, count in part.counts.items()}
         return {
             **{name: getattr(self, name) for name in _SETTINGS},
+            "counts": [counts[name] for name in self._names],
             "steps": self.steps,
             "skipped": self.skipped,
+            "history": self._history,
             "parts": [{**part.state_dict(), "names": [position[name] for name in part.counts]} for part in self._parts],
         }
 
@@ -162,67 +184,54 @@ class Sampler:
             if type(state[name]) is not int or state[name] < 0:
                 raise ValueError(f"{name} of the samples is {state[name]!r}")
         betas = tuple(state["betas"])
-        if len(betas) != 2 or not all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas of the samples are {betas!r}")
-        sampler = cls(params, **{**{name: state[name] for name in _SETTINGS}, "betas": betas})
-        names = list(params)
-        if sorted(index for part in state["parts"] for index in part["names"]) != list(range(len(names))):
+        for beta in (*betas, state["beta_rho"]):
+            if len(betas) != 2 or not isinstance(beta, (int, float)) or not 0 <= beta < 1:
+                raise ValueError(f"betas of the samples are {betas!r} and {state['beta_rho']!r}")
+        names, counts = list(params), state["counts"]
+        if len(counts) != len(names) or sorted(i for part in state["parts"] for i in part["names"]) != list(
+            range(len(names))
+        ):
             raise ValueError(f"the samples are of other parameters than the {len(names)} that are planned")
-        if any(part[slot] is None for part in state["parts"] for slot in (*_SLOTS, "history")):
+        for name, count in zip(names, counts):
+            if type(count) is not int or not 0 <= count <= math.prod(real_shape(params[name])):
+                raise ValueError(f"{count!r} samples of {name!r}")
+        settings = {name: state[name] for name in _SETTINGS}
+        sampler = cls(params, **{**settings, "betas": betas, "counts": dict(zip(names, counts))})
+        if state["history"] is None or any(part[slot] is None for part in state["parts"] for slot in _SLOTS):
             return sampler
         sampler.steps, sampler.skipped = state["steps"], state["skipped"]
-        counts = {name: count for part in sampler._parts for name, count in part.counts.items()}
+        _check_tensor("history", state["history"])
+        if state["history"].shape != sampler._history.shape:
+            raise ValueError(f"the history of the samples is not of {sampler._history.shape[1]} steps")
+        sampler._history.copy_(state["history"])
         saved: dict[str, dict[str, Tensor]] = {}
         for part in state["parts"]:
-            _check_tensors(part, _DTYPES[sampler.codec])
-            mine = [names[index] for index in part["names"]]
-            pieces = [part[slot].split([counts[name] for name in mine]) for slot in _SLOTS]
-            for name, *piece in zip(mine, *pieces, part["history"].unbind(-1)):
-                saved[name] = dict(zip((*_SLOTS, "history"), piece))
+            for slot in _SLOTS:
+                _check_tensor(slot, part[slot])
+            if bool((part["second"] < 0).any()):
+                raise ValueError("a mean of squares in the samples is negative")
+            pieces = [part[slot].split([counts[index] for index in part["names"]]) for slot in _SLOTS]
+            for index, *piece in zip(part["names"], *pieces):
+                saved[names[index]] = dict(zip(_SLOTS, piece))
         for own in sampler._parts:
             own.load(saved)
         return sampler
 
 
-def _check_tensors(part: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Raise if tensors from outside are not what a sampler holds."""
-    for key in (*_SLOTS, "history"):
-        held, wanted = part[key], torch.float32 if key == "history" else dtype
-        if not isinstance(held, Tensor) or held.dtype is not wanted or not bool(held.isfinite().all()):
-            raise ValueError(f"{key!r} of the samples is not a tensor of finite {wanted} numbers")
-    if part["history"].shape[:2] != (2, HISTORY):
-        raise ValueError(f"the history of the samples is not of {HISTORY} steps")
-    if bool((part["second"] < 0).any()):
-        raise ValueError("a mean of squares in the samples is negative")
-
-
-@dataclass(frozen=True)
-class _Shared(Rounding):
-    """Stochastic rounding with one noise for both moments of a tile."""
-
-    made: Tensor | None = None
-
-    @classmethod
-    def at(cls, step: int, rows: slice, device: torch.device) -> _Shared:
-        phase = rounding_phase(step, 0)
-        return cls(phase, made=Rounding(phase).noise(rows.start, (rows.stop - rows.start,), device))
-
-    def noise(self, first_row: int, shape: Shape, device: torch.device) -> Tensor:
-        assert self.made is not None and self.made.shape == shape
-        return self.made
+def _check_tensor(key: str, held: object) -> None:
+    """Raise if a tensor from outside is not what a sampler holds."""
+    if not isinstance(held, Tensor) or held.dtype is not torch.float32 or not bool(held.isfinite().all()):
+        raise ValueError(f"{key!r} of the samples is not a tensor of finite {torch.float32} numbers")
 
 
 class _Part:
     """The streams of one device, one after the other in each tensor."""
 
-    def __init__(self, coordinates: Mapping[str, Coordinates], device: torch.device, codec: str) -> None:
+    def __init__(self, coordinates: Mapping[str, Coordinates], device: torch.device) -> None:
         self.device = device
         self._coordinates = dict(coordinates)
         self._size = sum(self.counts.values())
-        self._format = _FORMATS[codec](_MOMENT, (self._size,))
-        [buffer] = self._format.buffers
-        self._slots = {slot: torch.zeros(buffer.shape, dtype=buffer.dtype, device=device) for slot in _SLOTS}
-        self._history = torch.zeros(2, HISTORY, len(coordinates), dtype=torch.float32, device=device)
+        self._slots = {slot: torch.zeros(self._size, dtype=torch.float32, device=device) for slot in _SLOTS}
         self._lengths = torch.tensor(list(self.counts.values()), device=device)
         axes = [axis for each in coordinates.values() for axis in each.axes]
         starts = itertools.accumulate((axis.count for axis in axes), initial=0)
@@ -238,7 +247,7 @@ class _Part:
 
     @property
     def nbytes(self) -> int:
-        held = (*self._slots.values(), self._history, self._lengths, self._axes)
+        held = (*self._slots.values(), self._lengths, self._axes)
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def gather(self, params: Mapping[str, Tensor], of: Callable[[Tensor], Tensor | None]) -> Tensor:
@@ -281,36 +290,24 @@ class _Part:
         dots = self._sums(exact * self._slots["previous"])
         return torch.stack((dots, self._sums(exact.square_()))).float()
 
-    def absorb(self, grad: Tensor, dots_and_squares: Tensor, step: int, betas: tuple[float, float]) -> None:
-        """Update moments and history with the gradients of a step."""
-        self._history[:, step % HISTORY] = dots_and_squares
-        tile = _TILE if self.device.type == "cpu" else max(1, self._size)
-        for start in range(0, self._size, tile):
-            rows = slice(start, min(start + tile, self._size))
-            rounding = _Shared.at(step, rows, self.device)
-            for slot, beta, observed in zip(("first", "second"), betas, (grad[rows], grad[rows].square())):
-                stored = {"": self._slots[slot]}
-                # not fused, because devices round fused operations differently
-                value = self._format.decode(stored, rows) * beta
-                value += observed * (1 - beta)
-                self._format.encode(stored, rows, value, rounding)
+    def absorb(self, grad: Tensor, betas: tuple[float, float]) -> None:
+        """Update the moments with the gradients of a step (Eq. 3)."""
+        for slot, beta, observed in zip(("first", "second"), betas, (grad, grad.square())):
+            # not fused, because devices round fused operations differently
+            self._slots[slot].mul_(beta).add_(observed * (1 - beta))
         self._slots["previous"].copy_(grad)
 
-    def streams(self, steps: int) -> dict[str, Stream]:
-        slots = [self._split(slot.float()) for slot in self._slots.values()]
-        in_order = self._history[:, :steps] if steps <= HISTORY else self._history.roll(-(steps % HISTORY), dims=1)
-        pieces = zip(*slots, *(kind.unbind(-1) for kind in in_order))
-        return {
-            name: Stream(coordinates, *piece) for (name, coordinates), piece in zip(self._coordinates.items(), pieces)
-        }
+    def slots(self) -> dict[str, tuple[Coordinates, Tensor, Tensor, Tensor]]:
+        """Return coordinates, moments and last gradients by name; later steps do not change them."""
+        first, second, previous = (self._split(slot.clone()) for slot in self._slots.values())
+        return dict(zip(self._coordinates, zip(self._coordinates.values(), first, second, previous)))
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._slots, "history": self._history}
+        return dict(self._slots)
 
     def load(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         for slot, into in self._slots.items():
             torch.cat([saved[name][slot].to(self.device) for name in self._coordinates], out=into)
-        torch.stack([saved[name]["history"].to(self.device) for name in self._coordinates], -1, out=self._history)
 
     def _places(self) -> tuple[Tensor, ...]:
         """Return the places on every axis of every stream. Storing them would add a tenth to the sampler's bytes."""

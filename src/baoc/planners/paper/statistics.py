@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baoc.core.files import replaced
+from baoc.core.block import MOST_NUMEL
+from baoc.core.files import check_header, replaced
 from baoc.core.spec import Shape, real_shape
 from baoc.planners.model_facts import ModelFacts
 from baoc.planners.paper.sampling import Sampler
@@ -38,20 +39,15 @@ class TensorRecord:
     name: str
     shape: Shape
     grid: tuple[int, int, int]  # matrices, rows, columns; samples are its first entries, row by row
-    first: Array  # (count,) mean gradient: the EMA of Eq. 3 divided by its mass
-    second: Array  # (count,) mean squared gradient, likewise
+    first: Array  # (count,) EMA of gradients as in Eq. 3, which starts at zero
+    second: Array  # (count,) EMA of squared gradients, likewise
     values: Array  # (count,) the parameter itself
-    dots: Array  # (steps,) <g_t, g_t-1> of the last steps; the first entry has no predecessor here
-    squares: Array  # (steps,) |g_t|^2, likewise
+    dots: Array  # (steps,) <g_t, g_t-1>; the first entry has no predecessor here
+    squares: Array  # (steps,) |g_t|^2
 
     @property
     def numel(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def weight(self) -> float:
-        """How many elements one sample stands for. Tensors below the floor are sampled more densely."""
-        return self.numel / max(1, len(self.second))
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class GradientStatistics:
         skipped: steps that had non-finite gradients.
         seed: of the choice of coordinates.
         ratio: the share of coordinates that was sampled.
-        betas: decay of the sampled moments.
+        betas: beta_m and beta_v of Eq. 3.
         model: what else is known about the model.
 
     Example:
@@ -73,8 +69,8 @@ class GradientStatistics:
         >>> weight.grad = torch.ones(64, 64)
         >>> _ = sampler.observe({"weight": weight})
         >>> statistics = GradientStatistics.from_sampler(sampler, {"weight": weight})
-        >>> round(float(statistics.records["weight"].second.mean()), 2)
-        1.0
+        >>> round(float(statistics.records["weight"].second.mean()), 6)  # an EMA that starts at zero
+        0.001
     """
 
     records: Mapping[str, TensorRecord]
@@ -89,6 +85,11 @@ class GradientStatistics:
     def shapes(self) -> dict[str, Shape]:
         """Shapes of the model's parameters, in its own order."""
         return {name: record.shape for name, record in self.records.items()}
+
+    @property
+    def masses(self) -> tuple[float, float]:
+        """What the EMAs of a constant 1 would be: divided by them, moments are means."""
+        return 1 - self.betas[0] ** self.steps, 1 - self.betas[1] ** self.steps
 
     @classmethod
     def from_sampler(
@@ -109,7 +110,6 @@ class GradientStatistics:
                 f"no gradients were observed ({sampler.skipped} steps had non-finite ones). Call step() with gradients "
                 "before planning."
             )
-        masses = [1 - beta**sampler.steps for beta in sampler.betas]  # a short warm-up would inflate the SNR otherwise
         records = {}
         values = sampler.values(params)
         for name, stream in sampler.streams.items():
@@ -117,8 +117,8 @@ class GradientStatistics:
                 name=name,
                 shape=stream.coordinates.shape,
                 grid=stream.coordinates.grid,
-                first=_array(stream.first) / masses[0],
-                second=_array(stream.second) / masses[1],
+                first=_array(stream.first),
+                second=_array(stream.second),
                 values=_array(values[name]),
                 dots=_array(stream.dots),
                 squares=_array(stream.squares),
@@ -150,13 +150,8 @@ class GradientStatistics:
         except FileNotFoundError:
             raise
         except Exception as error:
-            raise StatisticsError(f"{source} holds no gradient statistics: {type(error).__name__}.") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise StatisticsError(f'{source} holds no gradient statistics: it has no "format": "{FORMAT}".')
-        if content.get("version") != VERSION:
-            raise StatisticsError(
-                f"{source} has version {content.get('version')!r}, and this baoc reads version {VERSION}."
-            )
+            raise StatisticsError(f"{source} is not a file of gradient statistics: {type(error).__name__}.") from None
+        check_header(content, "a file of gradient statistics", FORMAT, VERSION, StatisticsError, source)
         try:
             return cls._read(content)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -182,6 +177,7 @@ def _read_record(saved: Mapping[str, Any]) -> TensorRecord:
     for key in ("shape", "grid"):
         fields[key] = tuple(fields[key])
         _check(all(type(size) is int and size >= 0 for size in fields[key]), key, fields[key])
+        _check(math.prod(fields[key]) <= MOST_NUMEL, key, fields[key])
     record = TensorRecord(**fields)
     _check(isinstance(record.name, str) and len(record.grid) == 3, "grid", record.grid)
     for lists, most in (

@@ -19,6 +19,7 @@ COMMANDS = (
     Command("diff", "reports", "show the differences between two plans"),
     Command("report", "reports", "write an HTML page with a model, its plans over all budgets, and a run"),
     Command("calibrate", "measure", "measure how configurations change the loss of your workload"),
+    Command("measure", "measure", "time updates on this machine, for the paper's planner"),
     Command("selfcheck", "measure", "check the GPU kernels on this machine and time them"),
 )
 

@@ -92,7 +92,7 @@ def add_host_memory(parser: argparse.ArgumentParser) -> None:
 
 
 EFFECTS, PAPER = "effects", "paper"
-_PAPER_OPTIONS = ("risk", "gamma", "granularity")
+_PAPER_OPTIONS = ("risk", "gamma", "granularity", "times")
 _EFFECT_OPTIONS = ("regime", "tokens", "table", "tolerance")
 _WARMUP_OPTIONS = ("steps", "statistics_out")  # only some commands have them
 
@@ -159,6 +159,12 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
     )
     paper.add_argument(
         "--gamma", metavar="X", type=number, help=f"weight of Agg in Eq. 2 (default: {PaperPlanner().gamma:g})"
+    )
+    paper.add_argument(
+        "--times",
+        metavar="T",
+        help="update times: gpu (a cost model), measure (time updates now), or a file that `baoc measure` wrote "
+        f"(default: {PaperPlanner().times})",
     )
     paper.add_argument(
         "--granularity",

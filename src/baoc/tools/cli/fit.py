@@ -17,7 +17,7 @@ from baoc.planners.base import AUTO, Budget
 from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import REGIMES
 from baoc.tools.cli import common, screen
-from baoc.tools.cli.fit_text import States, print_answer
+from baoc.tools.cli.fit_text import States, bytes_by_part, print_answer
 from baoc.tools.fit import PRECISIONS, Answer, Fitter, Measured, Setup
 from baoc.tools.fit.activations import LENGTH
 from baoc.tools.models import MODELS
@@ -193,7 +193,7 @@ def content(model: str, answer: Answer) -> dict[str, Any]:
         "gpu_bytes": answer.gpu,
         "fits": answer.fits,
         "total_bytes": answer.chosen.total,
-        "bytes": {**answer.memory.parts, "optimizer state": answer.chosen.state},
+        "bytes": bytes_by_part(answer),
         "host_bytes": plan.host_bytes,
         "activations_unknown": answer.memory.unknown or None,
         "plan": json.loads(plan.to_json()),

@@ -21,6 +21,7 @@ from baoc.tools.fit.answer import GIVEN
 
 BAR_WIDTH = 78
 STATE = "optimizer state"
+WORKSPACE = "update workspace"
 FREE = "free"
 _MARKS = {
     "weights": ("w", "white on blue"),
@@ -28,6 +29,7 @@ _MARKS = {
     STATE: ("s", "black on yellow"),
     "activations": ("a", "white on magenta"),
     "gathered layers": ("l", "black on white"),
+    WORKSPACE: ("u", "black on bright_yellow"),
     "reserve": ("r", "white on bright_black"),
     FREE: (".", ""),
 }
@@ -87,9 +89,15 @@ def _title(name: str, model: nn.Module, answer: Answer) -> str:
     )
 
 
+def bytes_by_part(answer: Answer) -> dict[str, int]:
+    """Return the bytes of each part with the chosen plan."""
+    workspace = {WORKSPACE: answer.chosen.workspace} if answer.chosen.workspace else {}
+    return {**answer.memory.parts, STATE: answer.chosen.state, **workspace}
+
+
 def _parts(answer: Answer) -> dict[str, int]:
     """Return the bytes of each part in the order of the bar."""
-    parts = {**answer.memory.parts, STATE: answer.chosen.state}
+    parts = bytes_by_part(answer)
     if answer.gpu is not None and answer.gpu > answer.chosen.total:
         parts[FREE] = answer.gpu - answer.chosen.total
     return {part: parts[part] for part in _MARKS if part in parts}

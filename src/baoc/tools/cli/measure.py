@@ -1,4 +1,4 @@
-"""The commands that measure on this machine: ``calibrate`` and ``selfcheck``."""
+"""The commands that measure on this machine: ``calibrate``, ``measure`` and ``selfcheck``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from pathlib import Path
 
 import torch
 
+from baoc.core.configuration import BUDGET_REFERENCE, parse
 from baoc.core.text import table
 from baoc.planners.base import AUTO
-from baoc.planners.model_facts import REGIMES
+from baoc.planners.model_facts import REGIMES, ModelFacts
+from baoc.planners.paper.planner import PaperPlanner
+from baoc.planners.paper.problem import GRANULARITIES
 from baoc.tools.cli import common, screen
 from baoc.tools.cli.plan import load_workload
+from baoc.tools.models.resolve import resolve
 
 # ---- calibrate ----
 
@@ -93,6 +97,69 @@ def run_calibrate(args: argparse.Namespace) -> None:
     screen.show(table(list(rows[0]), [list(row.values()) for row in rows], right=["loss", "runs"]))
     measured.save(args.output)
     screen.show(f"saved the effect table to {args.output}. Plan with --table, or with EffectPlanner(table=...).")
+
+
+# ---- measure ----
+
+MEASURE = """\
+Time one update of every structural unit of a model with each of the paper's
+configurations. The result is a file for PaperPlanner(times=FILE) and for
+`baoc plan --planner paper --times FILE`. Weights, gradients and state of one
+unit at a time are made for it; the model itself is not.
+
+SOURCE is any model of `baoc fit`, such as gpt2-small, a config.json, or
+file.py:function."""
+
+MEASURE_EXAMPLES = """\
+examples:
+  baoc measure gpt2-small --device cuda -o times.json
+  baoc plan train.py:make_workload --planner paper --times times.json"""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_measure(parser: common.Parser) -> None:
+    """Add the options of ``baoc measure SOURCE -o FILE``."""
+    parser.description, parser.epilog = MEASURE, MEASURE_EXAMPLES
+    default = PaperPlanner()
+    parser.add_argument("source", metavar="SOURCE", help="a model, or file.py:function")
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the file to write, such as times.json")
+    parser.add_argument("--device", type=common.device, default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of parameters (default: %(default)s)")
+    parser.add_argument(
+        "--granularity", choices=GRANULARITIES, default=default.granularity, help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--configuration",
+        metavar="CONFIG",
+        action="append",
+        help="a configuration to measure; repeatable (default: the paper's)",
+    )
+    parser.set_defaults(run=run_measure)
+
+
+def run_measure(args: argparse.Namespace) -> None:
+    """Print the ratios to AdamW16 and write the times."""
+    common.check_writable(args.output)
+    with contextlib.redirect_stdout(sys.stderr):  # keep prints of model code out of the output
+        facts = ModelFacts.of(resolve(args.source))
+    try:
+        candidates = args.configuration or PaperPlanner().candidates
+        planner = PaperPlanner(granularity=args.granularity, candidates=candidates)
+    except ValueError as error:
+        raise common.UsageError(str(error)) from error
+    times = planner.measured_times(facts, torch.device(args.device), DTYPES[args.dtype])
+    reference = str(BUDGET_REFERENCE)
+    rows = [
+        [parse(name).alias, *(f"{row[name] / row[reference]:.2f}" for row in times.seconds.values())]
+        for name in next(iter(times.seconds.values()), {})
+    ]
+    titles = [f"unit {index + 1}" for index in range(len(times.seconds))]
+    screen.show(table(["ratio to adamw-16", *titles], rows, right=titles))
+    for title, unit in zip(titles, times.seconds):
+        screen.show(f"{title}: {unit}")
+    times.save(args.output)
+    screen.show(f"saved the update times to {args.output}. Plan with --times, or with PaperPlanner(times=...).")
 
 
 # ---- selfcheck ----

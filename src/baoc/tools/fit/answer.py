@@ -34,6 +34,7 @@ class Choice:
         name: What the table calls it.
         plan: The plan.
         state: Bytes of state on the rank that holds the most, without state in host memory.
+        workspace: Bytes that an update needs for a moment beyond those of activations, which are freed by then.
         total: Bytes of everything on that rank.
         loss: Expected change of the loss, in percent of AdamW32's. None if it was not measured.
     """
@@ -41,6 +42,7 @@ class Choice:
     name: str
     plan: Plan
     state: int
+    workspace: int
     total: int
     loss: float | None
 
@@ -124,7 +126,7 @@ class Fitter:
         needed = self._measured.memory(setup)
         if memory is None:
             problem = self._problem(setup)
-            plan = _best_plan(problem, None if gpu is None else gpu - needed.total, setup.shards, host_memory)
+            plan = _best_plan(problem, gpu, needed, setup.shards, host_memory)
         else:
             budget = Budget(memory, host_memory)
             problem = self._problem(setup, per_rank=budget.is_per_rank)
@@ -168,18 +170,17 @@ class Fitter:
         for what, other in others.items():
             if other != setup:
                 memory = self._measured.memory(other)
-                room = None if gpu is None else gpu - memory.total
-                choice = _choice(what, _best_plan(self._problem(other), room, other.shards), memory, other)
+                choice = _choice(what, _best_plan(self._problem(other), gpu, memory, other.shards), memory, other)
                 yield Change(what, choice.total, choice.fits(gpu), choice.loss)
 
     def _offloaded(self, setup: Setup, gpu: int | None, needed: Memory) -> Change:
         """Return the change to state in host memory: the best plan, with a bus that transfers in both directions."""
-        plan = _best_plan(self._problem(setup), None, setup.shards).offloaded()
+        plan = _best_plan(self._problem(setup), None, needed, setup.shards).offloaded()
         seconds = max(plan_traffic(plan, setup.precision.weights, setup.precision.gradients)) / BUS
         return Change(
             "state in host memory",
-            needed.total,
-            gpu is None or needed.total <= gpu,
+            (total := needed.total + _workspace(plan, needed)),
+            gpu is None or total <= gpu,
             plan.settings.get("expected_loss"),
             f"--host-memory {math.ceil(plan.host_bytes / 2**20)}MiB, at least {seconds:.2g} s a step at "
             f"{BUS / 1e9:g} GB/s",
@@ -188,14 +189,25 @@ class Fitter:
 
 def _choice(name: str, plan: Plan, needed: Memory, setup: Setup) -> Choice:
     state = plan.sharded(setup.shards).device_bytes_per_rank
-    return Choice(name, plan, state, needed.total + state, plan.settings.get("expected_loss"))
+    workspace = _workspace(plan, needed)
+    return Choice(name, plan, state, workspace, needed.total + workspace + state, plan.settings.get("expected_loss"))
+
+
+def _workspace(plan: Plan, needed: Memory) -> int:
+    """Return the bytes of an update's workspace for which activations leave no room."""
+    return max(0, plan.workspace_bytes - (needed.activations or 0))
 
 
 def _best_plan(
-    problem: EffectProblem, room: int | None, shards: int, host_memory: float | int | str | None = None
+    problem: EffectProblem,
+    gpu: int | None,
+    needed: Memory,
+    shards: int,
+    host_memory: float | int | str | None = None,
 ) -> Plan:
-    """Return the best plan with at most ``room`` bytes on the rank that holds most, or the smallest plan."""
+    """Return the best plan that fits on a GPU beside what else is needed, or the smallest plan."""
     plan = problem.plan(Budget(AUTO))
+    room = None if gpu is None else gpu - needed.total - _workspace(plan, needed)
     if room is None or plan.sharded(shards).state_bytes_per_rank <= room:
         return plan
     try:

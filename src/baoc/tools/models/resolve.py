@@ -36,6 +36,10 @@ _HUB_KEYS = frozenset(
         "_experts_implementation",
         "_experts_implementation_internal",
         "use_pretrained_backbone",  # weights
+        "pretrained",  # arguments of timm.create_model: weights, and a file that it unpickles
+        "pretrained_cfg",
+        "pretrained_cfg_overlay",
+        "checkpoint_path",
     )
 )
 

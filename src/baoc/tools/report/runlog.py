@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baoc.core.plan import Plan, PlanError
+from baoc.core.files import parse_json
+from baoc.core.plan import Plan
 from baoc.core.text import human_bytes
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.optim.state import state_bytes
@@ -162,8 +163,11 @@ class Run:
                     order = tuple(line["order"])
                 elif kind == "event":
                     events.append((step, str(line["text"])))
-            except (KeyError, TypeError, ValueError, PlanError) as error:
-                raise ReportError(f"line {number} of {os.fspath(path)!r} is not valid in a run log: {error}.") from None
+            except (KeyError, TypeError, ValueError, RecursionError) as error:
+                reason = f"it has no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
+                raise ReportError(
+                    f"line {number} of {os.fspath(path)!r} is not valid in a run log: {reason}."
+                ) from None
         if not steps:
             raise ReportError(f"{os.fspath(path)!r} has no steps. Call RunLog.step(step, loss) in the training loop.")
         return cls(list(steps.values()), list(plans.items()), events, order)
@@ -182,22 +186,31 @@ def is_run(path: Path) -> bool:
     """Return whether a file is the log of a run."""
     try:
         with path.open(encoding="utf-8") as file:
-            first = json.loads(file.readline())
+            first = parse_json(file.readline())
         return isinstance(first, dict) and first.get("format") == FORMAT
     except (OSError, ValueError):
         return False
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ReportError(f"{os.fspath(path)!r} is not a run log: byte {error.start} is not UTF-8 text.") from None
     for number, text in enumerate(lines, start=1):
         try:
-            line = json.loads(text)
-        except ValueError:
+            line = parse_json(text)
+        except ValueError as error:
             if number == len(lines):  # the process ended while writing this line
                 return
-            raise ReportError(f"line {number} of {os.fspath(path)!r} is not JSON.") from None
+            raise _not_valid(path, number, str(error).replace("line 1 is", "it is")) from None
         yield number, line
+
+
+def _not_valid(path: str | os.PathLike[str], number: int, reason: object) -> ReportError:
+    return ReportError(
+        f"line {number} of {os.fspath(path)!r} is not valid in a run log: {str(reason).removesuffix('.')}."
+    )
 
 
 def _check_version(line: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@
 #define GROUP 256
 #define SPIKE 0x1p56f
 #define PHASE_PER_ELEMENT 0x609FD5u
+#define IDLE_SHIFT 5
 
 /* ---- dither ---- */
 
@@ -90,12 +91,30 @@ INLINE vfloat decode_unsigned(vint code, int32_t base)
     return unless_zero(code, (vfloat)((code << UNSIGNED_DROPPED) + base));
 }
 
-INLINE vint encode_signed(vfloat x, int32_t base, vint noise)
+/* The bits of |x| from `base` on. */
+INLINE vint above_base(vfloat x, int32_t base)
 {
     const vfloat size = magnitude(x);
     const vint linear = (vint)fused_add(size, vfloat_of(0.5f), vfloat_of(as_float(base)));
-    const vint above = larger_int((vint)size, linear) - (base - least_noise(SIGNED_DROPPED)) + noise;
-    return signed_like(above >> SIGNED_DROPPED, x);
+    return larger_int((vint)size, linear) - base;
+}
+
+INLINE vint encode_signed(vfloat x, int32_t base, vint noise)
+{
+    return signed_like((above_base(x, base) + least_noise(SIGNED_DROPPED) + noise) >> SIGNED_DROPPED, x);
+}
+
+/* Where elements share a scale, rounding adds little to an idle one, without gradient, of the size `above` zero. */
+INLINE vint noise_at_rest(vfloat g, vint noise, int dropped, vint above)
+{
+    const vint all = noise + least_noise(dropped);
+    return choose_int(equal(g, vfloat_of(0.0f)), smaller_int(all, above >> IDLE_SHIFT), all);
+}
+
+INLINE vint encode_signed_at_rest(vfloat x, vfloat g, int32_t base, vint noise)
+{
+    const vint above = above_base(x, base);
+    return signed_like((above + noise_at_rest(g, noise, SIGNED_DROPPED, above)) >> SIGNED_DROPPED, x);
 }
 
 /* Of positive numbers, but for a bound: v must never become zero under a momentum that is not, so its smallest code is

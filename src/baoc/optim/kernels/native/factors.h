@@ -69,7 +69,7 @@ static void encode_factor(const array *stored, int64_t row, int64_t first, int n
         end = done + next_group(&cursor);
         for (int i = done; i < end; i += LANES)
             top = larger_int(top, (vint)load(x + i, lanes_left(end, i)));
-        *exponent = exponent_of(&s, UNSIGNED_DROPPED, first, NULL, done, end, largest_lane(top));
+        *exponent = exponent_of(&s, UNSIGNED_DROPPED, first, done, end, largest_lane(top));
         for (int i = done; i < end; i += LANES) {
             const vint each = noise(sequence_at(phase, first + i), UNSIGNED_DROPPED);
             const vint code = encode_unsigned(load(x + i, lanes_left(end, i)), base_at(0, *exponent), each);

@@ -41,14 +41,13 @@ static void unpack_int4(const array *stored, int64_t row, int64_t first, int n, 
     }
 }
 
-/* Dithered codes in [-7, 7]; idle elements (without gradient) are rounded toward zero. `units` is how many
- * of the bits below a level's point make one. */
+/* Dithered codes in [-7, 7]. `units` is how many of the bits below a level's point make one. */
 INLINE vint int4_codes(const float *x, const float *g, float units, vuint sequence)
 {
     const vfloat value = load_all(x);
     const vint level = __builtin_convertvector(magnitude(value) * units, vint);
-    const vint dither = choose_int(equal(load_all(g), vfloat_of(0.0f)), vint_of(0), noise(sequence, INT4_DROPPED));
-    return signed_like((level + dither + least_noise(INT4_DROPPED)) >> INT4_DROPPED, value);
+    const vint dither = noise_at_rest(load_all(g), noise(sequence, INT4_DROPPED), INT4_DROPPED, level);
+    return signed_like((level + dither) >> INT4_DROPPED, value);
 }
 
 /* Returns the group's scale. */

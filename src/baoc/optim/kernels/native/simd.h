@@ -99,7 +99,6 @@ INLINE void store_all(float *to, vfloat x) { memcpy(to, &x, sizeof x); }
 #if defined(USE_AVX512)
 
 typedef __mmask16 vmask;
-INLINE int any_lane(vmask where) { return where != 0; }
 INLINE vmask less(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
 INLINE vmask equal(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ); }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)_mm512_mask_blend_ps(where, (__m512)no, (__m512)yes); }
@@ -159,7 +158,6 @@ INLINE void widen_small(const int8_t *from, vfloat *to)
 #elif defined(USE_AVX2)
 
 typedef vint vmask;
-INLINE int any_lane(vmask where) { return _mm256_movemask_ps((__m256)where) != 0; }
 INLINE vmask less(vfloat a, vfloat b) { return a < b; }
 INLINE vmask equal(vfloat a, vfloat b) { return a == b; }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)where); }
@@ -227,14 +225,6 @@ INLINE void widen_small(const int8_t *from, vfloat *to)
 #else
 
 typedef vint vmask;
-
-INLINE int any_lane(vmask where)
-{
-    int found = 0;
-    for (int i = 0; i < LANES; i++)
-        found |= where[i];
-    return found;
-}
 
 INLINE vmask less(vfloat a, vfloat b) { return a < b; }
 INLINE vmask equal(vfloat a, vfloat b) { return a == b; }

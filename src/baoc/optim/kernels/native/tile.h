@@ -69,21 +69,6 @@ INLINE void read_momentum(int type, const slot *s, int32_t base, int i, int coun
         m[k] = read(type, s, i + k * LANES, lanes_left(count, k * LANES));
 }
 
-/* An element without gradient must not move further than exact state would let it: its momentum is rounded toward zero,
- * and shrinks with the root of what v loses in rounding. v itself is rounded as ever, for it must stay right on average
- * where gradients come now and then. */
-INLINE vmask is_idle(vfloat g) { return equal(g, vfloat_of(0.0f)); }
-
-INLINE vfloat shrunk(vfloat m, vfloat g, vfloat kept, vfloat v)
-{
-    return choose(is_idle(g) & less(kept, v), m * square_root(kept / v), m);
-}
-
-INLINE vint noise_of_m(vuint sequence, int dropped, vfloat g)
-{
-    return choose_int(is_idle(g), vint_of(0), noise(sequence, dropped));
-}
-
 /* What goes from one vector to the next: where rounding stands, and, lane by lane, the largest |value| of the group so far
  * and its smallest |gradient|, or the square of that. Sizes are compared as integers, which orders |x| the same way. */
 typedef struct {
@@ -146,19 +131,15 @@ INLINE void store_m(int m_type, const common *t, values x, progress at, int i, i
     if (m_type == FP32)
         store((float *)t->m.data + i, x.m, count);
     if (m_type == BF16)
-        store_16((uint16_t *)t->m.data + i, encode_bf16(x.m, noise_of_m(at.m_sequence, BF16_DROPPED, x.g)), count);
+        store_16((uint16_t *)t->m.data + i, encode_bf16(x.m, noise(at.m_sequence, BF16_DROPPED)), count);
 }
 
-/* Returns what was stored. */
-INLINE vfloat store_v(int v_type, const common *t, values x, progress at, int i, int count)
+INLINE void store_v(int v_type, const common *t, values x, progress at, int i, int count)
 {
     if (v_type == FP32)
         store((float *)t->v.data + i, x.v, count);
-    if (v_type != BF16)
-        return x.v;
-    const vint stored = encode_bf16(x.v, noise(at.v_sequence, BF16_DROPPED));
-    store_16((uint16_t *)t->v.data + i, stored, count);
-    return decode_bf16(stored);
+    if (v_type == BF16)
+        store_16((uint16_t *)t->v.data + i, encode_bf16(x.v, noise(at.v_sequence, BF16_DROPPED)), count);
 }
 
 /* Gradients that would spoil numbers for other elements are left out of the state ... */
@@ -195,12 +176,10 @@ INLINE void fetch_codes(const slot *s, int i) { fetch((const void *)((uintptr_t)
 INLINE progress advance_vector(int mechanism, int m_type, int v_type, const common *t, progress at, int i, int count)
 {
     const bases none = {0, 0};
-    values x = blend_vector(m_type, v_type, t, m_type ? read(m_type, &t->m, i, count) : (vfloat){0}, none, i, count);
+    const values x = blend_vector(m_type, v_type, t, m_type ? read(m_type, &t->m, i, count) : (vfloat){0}, none, i, count);
     move_vector(mechanism, m_type, v_type, t, x, i, count);
-    const vfloat kept = store_v(v_type, t, x, at, i, count);
-    if (m_type && v_type == BF16 && any_lane(is_idle(x.g)))
-        x.m = shrunk(x.m, x.g, kept, x.v);
     store_m(m_type, t, x, at, i, count);
+    store_v(v_type, t, x, at, i, count);
     return next(at);
 }
 
@@ -270,16 +249,15 @@ INLINE values taken_in(int m_type, int v_type, const common *t, int i, int count
 }
 
 /* A group's exponent is that of its largest number once rounded. Only where that one may round into the next octave need
- * all be looked at. `g` is given for m in a group with idle elements. */
-static uint8_t exponent_of(const slot *s, int dropped, int64_t first, const float *g, int i, int end, int32_t top)
+ * all be looked at. */
+static uint8_t exponent_of(const slot *s, int dropped, int64_t first, int i, int end, int32_t top)
 {
     if ((top + (1 << dropped)) >> 23 == top >> 23)
         return stored_exponent(top);
     vint rounded_top = {0};
     for (; i < end; i += LANES) {
         const int count = lanes_left(end, i);
-        const vuint sequence = sequence_at(s->phase, first + i);
-        const vint each = g ? noise_of_m(sequence, dropped, load(g + i, count)) : noise(sequence, dropped);
+        const vint each = noise(sequence_at(s->phase, first + i), dropped);
         rounded_top = larger_int(rounded_top, (vint)magnitude(load(s->fresh + i, count)) + each);
     }
     return stored_exponent(largest_lane(rounded_top) + least_noise(dropped));
@@ -329,39 +307,24 @@ INLINE void settle_group(int mechanism, int m_type, int v_type, const common *t,
     }
 }
 
-/* The same for a group with elements that have no gradient or no v: once the parameter has moved, m shrinks with what v
- * loses, and only then has it a largest size. Stores all but codes of m; returns m's largest size. */
-INLINE int32_t settle_with_care(int mechanism, int m_type, int v_type, const common *t, bases base, int i, int end)
+/* The same for a group with elements that have no gradient or no v. */
+INLINE void settle_with_care(int mechanism, int m_type, int v_type, const common *t, bases base, int i, int end)
 {
-    vint top = {0};
     progress at = start(t, i);
     for (; i < end; i += LANES, at = next(at)) {
         const int count = lanes_left(end, i);
-        values x = taken_in(m_type, v_type, t, i, count);
+        const values x = taken_in(m_type, v_type, t, i, count);
         move_vector(mechanism, m_type, v_type, t, x, i, count);
-        vfloat kept = store_v(v_type, t, x, at, i, count);
+        store_m(m_type, t, x, at, i, count);
+        store_v(v_type, t, x, at, i, count);
+        if (m_type == INT8) {
+            const vint code = encode_signed_at_rest(x.m, x.g, base.m, noise(at.m_sequence, SIGNED_DROPPED));
+            store_i8((int8_t *)t->m.data + i, code, count);
+        }
         if (v_type == INT8) {
             const vint code = encode_unsigned(x.v, base.v, noise(at.v_sequence, UNSIGNED_DROPPED));
             store_u8((uint8_t *)t->v.data + i, code, count);
-            kept = decode_unsigned(code, base.v);
         }
-        if (v_type == INT8 || v_type == BF16)
-            x.m = shrunk(x.m, x.g, kept, x.v);
-        store_m(m_type, t, x, at, i, count);
-        if (m_type)
-            store(t->m.fresh + i, x.m, count);
-        top = larger_int(top, (vint)magnitude(x.m));
-    }
-    return largest_lane(top);
-}
-
-static void encode_idle_m(const common *t, int32_t base, int i, int end)
-{
-    progress at = start(t, i);
-    for (; i < end; i += LANES, at = next(at)) {
-        const int count = lanes_left(end, i);
-        const vint each = noise_of_m(at.m_sequence, SIGNED_DROPPED, load(t->g + i, count));
-        store_i8((int8_t *)t->m.data + i, encode_signed(load(t->m.fresh + i, count), base, each), count);
     }
 }
 
@@ -426,22 +389,17 @@ INLINE void advance_groups(int mechanism, int m_type, int v_type, tile *t)
         const findings *here = found + group;
         const int first = t->starts[group], end = t->starts[group + 1];
         if (v_type == INT8)
-            all.v.exponents[group] = exponent_of(&t->all.v, UNSIGNED_DROPPED, all.first, NULL, first, end, here->v_top);
-        if (m_type == INT8 && !here->needs_care)
-            all.m.exponents[group] = exponent_of(&t->all.m, SIGNED_DROPPED, all.first, NULL, first, end, here->m_top);
+            all.v.exponents[group] = exponent_of(&t->all.v, UNSIGNED_DROPPED, all.first, first, end, here->v_top);
+        if (m_type == INT8)
+            all.m.exponents[group] = exponent_of(&t->all.m, SIGNED_DROPPED, all.first, first, end, here->m_top);
     }
     for (int group = 0; group < t->groups; group++) {
         const bases base = bases_at(m_type, v_type, &all, group);
         const int first = t->starts[group], end = t->starts[group + 1];
-        if (!found[group].needs_care) {
+        if (found[group].needs_care)
+            settle_with_care(mechanism, m_type, v_type, &all, base, first, end);
+        else
             settle_group(mechanism, m_type, v_type, &all, base, first, end);
-            continue;
-        }
-        const int32_t top = settle_with_care(mechanism, m_type, v_type, &all, base, first, end);
-        if (m_type == INT8) {
-            all.m.exponents[group] = exponent_of(&t->all.m, SIGNED_DROPPED, all.first, all.g, first, end, top);
-            encode_idle_m(&t->all, base_at(1, all.m.exponents[group]), first, end);
-        }
     }
 }
 

@@ -20,6 +20,7 @@ NOISE_MARGIN = tl.constexpr(rounding.NOISE_MARGIN)
 SIZE = tl.constexpr(0x7FFFFFFF)  # all bits of fp32 but the sign
 BF16_NAN = tl.constexpr(0x7FC0)
 NOISE_ONE = tl.constexpr(rounding.NOISE_ONE)
+IDLE_SHIFT = tl.constexpr(rounding.IDLE_SHIFT)
 
 SEGMENT = tl.constexpr(quantized.INT8_GROUP)
 LEAST_EXPONENT = tl.constexpr(quantized.LEAST_EXPONENT)
@@ -85,14 +86,12 @@ def load_dense(address, offset, mask, FORMAT: tl.constexpr, ALIGNED: tl.constexp
 
 @triton.jit
 def store_dense(address, offset, mask, value, noise, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Store state and return what was stored. bf16 rounds up where the noise carries into the upper half."""
+    """Store state. bf16 rounds up where the noise carries into the upper half."""
     if FORMAT == "bf16":
         half = (bits_of(value) + noise) >> 16
         tl.store(pointer(address, tl.int16, ALIGNED) + offset, half.to(tl.int16), mask=mask)
-        return float_of(half << 16)
     else:
         tl.store(pointer(address, tl.float32, ALIGNED) + offset, value, mask=mask)
-        return value
 
 
 @triton.jit
@@ -126,8 +125,8 @@ def int8_values(codes, exponents, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def int8_codes(value, noise, mask, SIGNED: tl.constexpr):
-    """Encode values as (codes, exponents), both int32."""
+def int8_codes(value, noise, grad, mask, SIGNED: tl.constexpr):
+    """Encode values as (codes, exponents), both int32. The size of a signed value without gradient limits its noise."""
     dropped: tl.constexpr = SIGNED_DROPPED if SIGNED else UNSIGNED_DROPPED
     bits = bits_of(value) & SIZE
     shifted = noise << (dropped - 16)
@@ -135,8 +134,8 @@ def int8_codes(value, noise, mask, SIGNED: tl.constexpr):
     exponents = tl.minimum(tl.maximum(top, LEAST_EXPONENT), MOST_EXPONENT)
     base = int8_base(exponents, SIGNED)
     if SIGNED:  # codes of the lowest octave are equally spaced down to zero
-        bits = tl.maximum(bits, bits_of(float_of(bits) * 0.5 + float_of(base)))
-        code = (bits + shifted - base) >> dropped
+        above = tl.maximum(bits, bits_of(float_of(bits) * 0.5 + float_of(base))) - base
+        code = (above + tl.where(grad == 0.0, tl.minimum(shifted, above >> IDLE_SHIFT), shifted)) >> dropped
         return tl.minimum(tl.maximum(tl.where(value < 0, -code, code), -128), 127), exponents
     else:
         code = (bits + shifted - base) >> dropped
@@ -153,14 +152,14 @@ def load_int8(codes_at, exponents_at, offset, segment, inside, mask, SIGNED: tl.
 
 @triton.jit
 def store_int8(
-    codes_at, exponents_at, offset, segment, inside, mask, value, noise, SIGNED: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """Store values as int8 and return what was stored."""
-    codes, exponents = int8_codes(value, noise, mask, SIGNED)
+    codes_at, exponents_at, offset, segment, inside, mask, value, noise, grad,
+    SIGNED: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Store values as int8."""
+    codes, exponents = int8_codes(value, noise, grad, mask, SIGNED)
     narrow = codes.to(tl.int8 if SIGNED else tl.uint8)
     tl.store(pointer(codes_at, tl.int8 if SIGNED else tl.uint8, ALIGNED) + offset, narrow, mask=mask)
     tl.store(pointer(exponents_at, tl.uint8, False) + segment, (exponents - LEAST_EXPONENT).to(tl.uint8), mask=inside)
-    return int8_values(codes, exponents, SIGNED)
 
 
 @triton.jit
@@ -178,7 +177,7 @@ def load_int4(codes_at, scales_at, row, part, row_len, inside, ALIGNED: tl.const
 
 
 @triton.jit
-def store_int4(codes_at, scales_at, row, part, row_len, inside, value, noise, ALIGNED: tl.constexpr):
+def store_int4(codes_at, scales_at, row, part, row_len, inside, value, noise, grad, ALIGNED: tl.constexpr):
     """Store values as int4. ``value`` is zero in the padding of a row's last group, which is stored as zeros."""
     count: tl.constexpr = value.shape[0] * QUARTERS
     x = tl.reshape(value, (count, INT4_GROUP))
@@ -187,7 +186,10 @@ def store_int4(codes_at, scales_at, row, part, row_len, inside, value, noise, AL
     least = tl.maximum(top, SMALLEST_SCALE)
     level = size * (quotient(least * 0.0 + 1.0, least) * TOP)
     code = tl.floor(level)
-    rise = (level - code) * NOISE_ONE + tl.reshape(noise, (count, INT4_GROUP)).to(tl.float32) >= NOISE_ONE
+    noise = tl.reshape(noise, (count, INT4_GROUP)).to(tl.float32)
+    is_idle = tl.reshape(grad, (count, INT4_GROUP)) == 0.0
+    noise = tl.where(is_idle, tl.minimum(noise, tl.floor(level * (NOISE_ONE >> IDLE_SHIFT))), noise)
+    rise = (level - code) * NOISE_ONE + noise >= NOISE_ONE
     code = tl.where(rise, code + 1.0, code)
     nibble = tl.where(x < 0, -code, code).to(tl.int32) + ZERO
     halves = tl.reshape(nibble, (count, 2, HALF)) << (tl.arange(0, 2)[None, :, None] * 4)

@@ -141,18 +141,17 @@ def load_slot(
 
 @triton.jit
 def store_slot(
-    data, shared, row, part, parts, row_len, offset, inside, mask, value, noise,
+    data, shared, row, part, parts, row_len, offset, inside, mask, value, noise, grad,
     FORMAT: tl.constexpr, SIGNED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Store values of a slot. Returns what was stored for fp32, bf16 and int8, and the value itself for int4."""
+    """Store values of a slot."""
     if FORMAT == "int8":
         segment = row.to(tl.int64) * parts + part
-        return store_int8(data, shared, offset, segment, inside, mask, value, noise, SIGNED, ALIGNED)
+        store_int8(data, shared, offset, segment, inside, mask, value, noise, grad, SIGNED, ALIGNED)
     elif FORMAT == "int4":
-        store_int4(data, shared, row, part, row_len, inside, tl.where(mask, value, 0.0), noise, ALIGNED)
-        return value
+        store_int4(data, shared, row, part, row_len, inside, tl.where(mask, value, 0.0), noise, grad, ALIGNED)
     else:
-        return store_dense(data, offset, mask, value, noise, FORMAT, ALIGNED)
+        store_dense(data, offset, mask, value, noise, FORMAT, ALIGNED)
 
 
 @triton.jit

@@ -4,11 +4,8 @@ import triton
 import triton.language as tl
 
 from baoc.optim.kernels.triton.device.formats import (
-    NOISE_MARGIN,
     load_dense,
     noise_at,
-    quotient,
-    root,
     store_nearest,
 )
 from baoc.optim.kernels.triton.device.tile import (
@@ -129,22 +126,13 @@ def _store_slots(
     tensor, own, grad, m, v, row, part, parts, row_len, offset, inside, mask,
     M: tl.constexpr, V: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Round and store the state. An element without gradient must not move further than with exact state.
-
-    See ``Update._store`` in :mod:`baoc.optim.kernels.update`.
-    """
+    """Round and store the state. See :class:`baoc.core.rounding.Rounding` for elements without gradient."""
     element = offset + tl.load(tensor + FIRST_ELEMENT_AT)
-    idle = grad == 0.0
     if V == "fp32" or V == "bf16" or V == "int8":
         data, shared = tl.load(tensor + V_AT), tl.load(tensor + V_SHARED_AT)
         noise = noise_at(element, tl.load(own + V_PHASE).to(tl.int32))
-        found = store_slot(
-            data, shared, row, part, parts, row_len, offset, inside, mask, v, noise, V, False, ALIGNED
-        )  # fmt: skip
-        if V != "fp32":
-            m = tl.where(idle & (found < v), m * root(quotient(found, v)), m)
+        store_slot(data, shared, row, part, parts, row_len, offset, inside, mask, v, noise, grad, V, False, ALIGNED)
     if M != "none":
         data, shared = tl.load(tensor + M_AT), tl.load(tensor + M_SHARED_AT)
         noise = noise_at(element, tl.load(own + M_PHASE).to(tl.int32))
-        noise = tl.where(idle, NOISE_MARGIN, noise)
-        store_slot(data, shared, row, part, parts, row_len, offset, inside, mask, m, noise, M, True, ALIGNED)
+        store_slot(data, shared, row, part, parts, row_len, offset, inside, mask, m, noise, grad, M, True, ALIGNED)

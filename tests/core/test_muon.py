@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -108,8 +109,7 @@ def test_the_first_update_has_its_length_at_once(configuration):
                 param.grad = torch.randn(shape) * scale
                 optimizer.step()
                 rms = (param - before).square().mean().sqrt().item() / 1e-2
-                length = MAX_UPDATE_RMS if configuration in FOLLOWING else UPDATE_RMS
-                assert rms == pytest.approx(length.default, rel=0.15), (shape, scale)
+                assert rms == pytest.approx(UPDATE_RMS.default, rel=0.15), (shape, scale)
 
 
 def lengths(configuration, stream, shape=(48, 64), **settings) -> list[float]:
@@ -130,6 +130,7 @@ def test_updates_have_their_usual_length_where_gradients_are_noise(configuration
     generator = torch.Generator().manual_seed(0)
     found = lengths(configuration, (torch.randn(48, 64, generator=generator) * 1e-4 for _ in range(700)))
     assert sum(found[-100:]) / 100 == pytest.approx(UPDATE_RMS.default, rel=0.05)
+    assert found == pytest.approx([UPDATE_RMS.default] * 700, rel=0.3)  # while the momentum rises, too
 
 
 @pytest.mark.parametrize("configuration", FOLLOWING, ids=str)
@@ -137,7 +138,8 @@ def test_updates_shrink_as_gradients_vanish_and_grow_with_agreement(configuratio
     """As AdamW's do: the running mean square remembers for longer than the momentum."""
     signal = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     found = lengths(configuration, [signal] * 500 + [signal / 100] * 200)
-    assert found[:500] == pytest.approx([MAX_UPDATE_RMS.default] * 500, rel=0.15)
+    assert all(later > earlier * 0.99 for earlier, later in itertools.pairwise(found[:500]))
+    assert found[200:500] == pytest.approx([MAX_UPDATE_RMS.default] * 300, rel=0.15)
     assert found[-1] < MAX_UPDATE_RMS.default / 20
 
 
@@ -146,10 +148,10 @@ def test_the_length_is_that_of_the_look_ahead_over_the_root_of_s():
     shape, beta2, most = (48, 64), 0.99, 0.95
     stream = list(gradients(shape, 60))
     momentum, square, left = torch.zeros(shape), 0.0, 1.0
-    noise = math.sqrt(most**4 * (1 - most) / (1 + most) + (1 - most**2) ** 2)
     expected = []
     for age, grad in enumerate(stream, 1):
         keep = min(most, age / (age + 20))
+        noise = math.sqrt(keep**4 * (1 - keep) / (1 + keep) + (1 - keep**2) ** 2)
         momentum, left = keep * momentum + (1 - keep) * grad, left * keep
         square = beta2 * square + (1 - beta2) * grad.square().mean().item()
         ahead = (keep * momentum + (1 - keep) * grad) / (keep * (1 - left) + 1 - keep)
@@ -204,7 +206,8 @@ def test_normuon_brings_rows_to_one_size():
     param = nn.Parameter(torch.zeros(80, 120))
     param.grad = next(iter(gradients((80, 120), 1)))
     BlockOptimizer([param], lr=1.0, weight_decay=0.0, plan="normuon-32").step()
-    torch.testing.assert_close(param.detach().square().mean(1), torch.ones(80))
+    rows = param.detach().square().mean(1)  # (80,)
+    torch.testing.assert_close(rows, rows.mean().expand(80))
 
 
 def test_lion_is_lion():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.mechanisms.base import Evidence
-from baoc.core.mechanisms.normalised import MOMENTUM, MOMENTUM_RISE, NESTEROV, UPDATE_RMS, Normalised
+from baoc.core.mechanisms.normalised import MOMENTUM, MOMENTUM_RISE, NESTEROV, UPDATE_RMS, Normalised, momentum_at
 from baoc.core.roles import HIDDEN, Role
 from baoc.core.spec import FP32_TINY, Hyper, Reach, Scalars, Setting, Shape, Slot
 
@@ -200,7 +200,8 @@ class Muon(Spectral):
     AdamW's updates are longer where gradients agree with each other (early in training, in fine-tuning), and become
     shorter where gradients vanish. The same ratio sets the length here: the RMS of the momentum to the root of ``s``,
     the running mean square of the gradient, one number per matrix. Updates have the RMS ``update_rms`` where gradients
-    are noise, and at most ``max_update_rms``.
+    are noise, and at most ``max_update_rms``. A momentum that has just begun to rise averages little noise away, so its
+    updates are not taken for signal.
     """
 
     name = "muon"
@@ -218,7 +219,7 @@ class Muon(Spectral):
             "step": hyper.lr * hyper.lr_scale,
             "s.keep": hyper.beta2,
             "s.add": 1.0 - hyper.beta2,
-            "length": UPDATE_RMS.of(hyper) / _rms_of_noise(hyper) * math.sqrt(s_mass) / mass,
+            "length": UPDATE_RMS.of(hyper) / _rms_of_noise(keep) * math.sqrt(s_mass) / mass,
             "max_length": MAX_UPDATE_RMS.of(hyper),
         }
 
@@ -236,18 +237,22 @@ class Muon(Spectral):
         if slot != "s" or "v" in means:
             return means.get("v") if slot == "s" else None
         # as if the momentum had averaged noise: then updates have their usual length
-        return means["m"].square() / _rms_of_noise(hyper) ** 2 if "m" in means else None
+        noise = _rms_of_noise(momentum_at(max(1, ages.get("m", 0)), hyper))
+        return means["m"].square() / noise**2 if "m" in means else None
 
     def inferred_age(self, slot: str, ages: Mapping[str, int], hyper: Hyper) -> int:
         memory = round(1.0 / (1.0 - NESTEROV.of(hyper)))  # gradients that m averages
         return ages.get("v", min(ages.get("m", 0), memory)) if slot == "s" else 0
 
     def late_age(self, slot: str, rms: float, hyper: Hyper) -> int:
-        # The first direction has 1 - momentum^2 of the gradient. Momentum rises with age, so this is the age at which
-        # that makes an update of the given RMS.
-        share = min(1.0, rms * _rms_of_noise(hyper) / UPDATE_RMS.of(hyper))
-        momentum = min(math.sqrt(1.0 - share), NESTEROV.of(hyper))
-        return round(MOMENTUM_RISE.of(hyper) * momentum / (1.0 - momentum)) if slot == "m" else 0
+        # An empty momentum's first direction is 1 - momentum^2 of the gradient. Relative to noise that falls with the
+        # momentum, which rises with age.
+        if slot != "m":
+            return 0
+        wanted = rms / UPDATE_RMS.of(hyper)
+        oldest = 1 + math.ceil(MOMENTUM_RISE.of(hyper) * NESTEROV.of(hyper) / (1.0 - NESTEROV.of(hyper)))
+        momenta = ((age, momentum_at(age + 1, hyper)) for age in range(oldest))
+        return next((age for age, keep in momenta if (1.0 - keep**2) / _rms_of_noise(keep) <= wanted), oldest)
 
     def typical_rms(self, evidence: Evidence, hyper: Hyper) -> float | None:
         usual, means = float(UPDATE_RMS.of(hyper)), evidence.means
@@ -258,12 +263,23 @@ class Muon(Spectral):
             return usual
         # Without m, the first direction is the gradient, and the RMS of a typical gradient is the root of s.
         ratio = math.sqrt(known.get("m", s) / max(s, FP32_TINY))
-        return min(usual / _rms_of_noise(hyper) * ratio, float(MAX_UPDATE_RMS.of(hyper)))
+        noise = _rms_of_noise(momentum_at(1 + evidence.ages.get("m", 0), hyper))
+        return min(usual / noise * ratio, float(MAX_UPDATE_RMS.of(hyper)))
 
 
-def _rms_of_noise(hyper: Hyper) -> float:
-    """Return the RMS of Nesterov's look ahead where gradients are noise with an RMS of one: 0.17 at 0.95."""
-    keep = NESTEROV.of(hyper)
+def _rms_of_noise(keep: float) -> float:
+    """Return the RMS of Nesterov's look ahead where gradients are noise with an RMS of one.
+
+    Args:
+        keep: the momentum, as if it had been the same for long.
+
+    Returns:
+        The RMS.
+
+    Example:
+        >>> [round(_rms_of_noise(keep), 2) for keep in (0.0, 0.5, 0.95)]
+        [1.0, 0.76, 0.17]
+    """
     # keep^2 of the momentum before the step, whose variance is (1 - keep) / (1 + keep), and 1 - keep^2 of the gradient
     return math.sqrt(keep**4 * (1.0 - keep) / (1.0 + keep) + (1.0 - keep**2) ** 2)
 

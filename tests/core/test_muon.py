@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -24,6 +23,7 @@ from tests.cases import gradients, train
 from tests.memory import PeakMemory
 
 NORMALISED = [configuration for configuration in EXTENDED if isinstance(configuration.mechanism, Normalised)]
+FIRST_RMS = UPDATE_RMS.default / 0.174**0.5  # noise at full momentum has an RMS of 0.174
 FOLLOWING = [configuration for configuration in NORMALISED if isinstance(configuration.mechanism, Muon)]
 """Those whose updates have a length that follows the signal."""
 
@@ -109,7 +109,8 @@ def test_the_first_update_has_its_length_at_once(configuration):
                 param.grad = torch.randn(shape) * scale
                 optimizer.step()
                 rms = (param - before).square().mean().sqrt().item() / 1e-2
-                assert rms == pytest.approx(UPDATE_RMS.default, rel=0.15), (shape, scale)
+                length = FIRST_RMS if configuration in FOLLOWING else UPDATE_RMS.default
+                assert rms == pytest.approx(length, rel=0.15), (shape, scale)
 
 
 def lengths(configuration, stream, shape=(48, 64), **settings) -> list[float]:
@@ -130,7 +131,7 @@ def test_updates_have_their_usual_length_where_gradients_are_noise(configuration
     generator = torch.Generator().manual_seed(0)
     found = lengths(configuration, (torch.randn(48, 64, generator=generator) * 1e-4 for _ in range(700)))
     assert sum(found[-100:]) / 100 == pytest.approx(UPDATE_RMS.default, rel=0.05)
-    assert found == pytest.approx([UPDATE_RMS.default] * 700, rel=0.3)  # while the momentum rises, too
+    assert max(found) == pytest.approx(FIRST_RMS, rel=0.05)  # while the momentum rises
 
 
 @pytest.mark.parametrize("configuration", FOLLOWING, ids=str)
@@ -138,8 +139,7 @@ def test_updates_shrink_as_gradients_vanish_and_grow_with_agreement(configuratio
     """As AdamW's do: the running mean square remembers for longer than the momentum."""
     signal = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     found = lengths(configuration, [signal] * 500 + [signal / 100] * 200)
-    assert all(later > earlier * 0.99 for earlier, later in itertools.pairwise(found[:500]))
-    assert found[200:500] == pytest.approx([MAX_UPDATE_RMS.default] * 300, rel=0.15)
+    assert found[:500] == pytest.approx([MAX_UPDATE_RMS.default] * 500, rel=0.15)
     assert found[-1] < MAX_UPDATE_RMS.default / 20
 
 
@@ -151,7 +151,8 @@ def test_the_length_is_that_of_the_look_ahead_over_the_root_of_s():
     expected = []
     for age, grad in enumerate(stream, 1):
         keep = min(most, age / (age + 20))
-        noise = math.sqrt(keep**4 * (1 - keep) / (1 + keep) + (1 - keep**2) ** 2)
+        now, full = (k**4 * (1 - k) / (1 + k) + (1 - k**2) ** 2 for k in (keep, most))
+        noise = (now * full) ** 0.25
         momentum, left = keep * momentum + (1 - keep) * grad, left * keep
         square = beta2 * square + (1 - beta2) * grad.square().mean().item()
         ahead = (keep * momentum + (1 - keep) * grad) / (keep * (1 - left) + 1 - keep)

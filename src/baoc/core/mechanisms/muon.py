@@ -200,8 +200,7 @@ class Muon(Spectral):
     AdamW's updates are longer where gradients agree with each other (early in training, in fine-tuning), and become
     shorter where gradients vanish. The same ratio sets the length here: the RMS of the momentum to the root of ``s``,
     the running mean square of the gradient, one number per matrix. Updates have the RMS ``update_rms`` where gradients
-    are noise, and at most ``max_update_rms``. A momentum that has just begun to rise averages little noise away, so its
-    updates are not taken for signal.
+    are noise and the momentum is full, and at most ``max_update_rms``.
     """
 
     name = "muon"
@@ -219,7 +218,7 @@ class Muon(Spectral):
             "step": hyper.lr * hyper.lr_scale,
             "s.keep": hyper.beta2,
             "s.add": 1.0 - hyper.beta2,
-            "length": UPDATE_RMS.of(hyper) / _rms_of_noise(keep) * math.sqrt(s_mass) / mass,
+            "length": UPDATE_RMS.of(hyper) / _rms_of_noise(keep, hyper) * math.sqrt(s_mass) / mass,
             "max_length": MAX_UPDATE_RMS.of(hyper),
         }
 
@@ -237,7 +236,7 @@ class Muon(Spectral):
         if slot != "s" or "v" in means:
             return means.get("v") if slot == "s" else None
         # as if the momentum had averaged noise: then updates have their usual length
-        noise = _rms_of_noise(momentum_at(max(1, ages.get("m", 0)), hyper))
+        noise = _rms_of_noise(momentum_at(max(1, ages.get("m", 0)), hyper), hyper)
         return means["m"].square() / noise**2 if "m" in means else None
 
     def inferred_age(self, slot: str, ages: Mapping[str, int], hyper: Hyper) -> int:
@@ -252,7 +251,7 @@ class Muon(Spectral):
         wanted = rms / UPDATE_RMS.of(hyper)
         oldest = 1 + math.ceil(MOMENTUM_RISE.of(hyper) * NESTEROV.of(hyper) / (1.0 - NESTEROV.of(hyper)))
         momenta = ((age, momentum_at(age + 1, hyper)) for age in range(oldest))
-        return next((age for age, keep in momenta if (1.0 - keep**2) / _rms_of_noise(keep) <= wanted), oldest)
+        return next((age for age, keep in momenta if (1.0 - keep**2) / _rms_of_noise(keep, hyper) <= wanted), oldest)
 
     def typical_rms(self, evidence: Evidence, hyper: Hyper) -> float | None:
         usual, means = float(UPDATE_RMS.of(hyper)), evidence.means
@@ -263,25 +262,35 @@ class Muon(Spectral):
             return usual
         # Without m, the first direction is the gradient, and the RMS of a typical gradient is the root of s.
         ratio = math.sqrt(known.get("m", s) / max(s, FP32_TINY))
-        noise = _rms_of_noise(momentum_at(1 + evidence.ages.get("m", 0), hyper))
+        noise = _rms_of_noise(momentum_at(1 + evidence.ages.get("m", 0), hyper), hyper)
         return min(usual / noise * ratio, float(MAX_UPDATE_RMS.of(hyper)))
 
 
-def _rms_of_noise(keep: float) -> float:
-    """Return the RMS of Nesterov's look ahead where gradients are noise with an RMS of one.
+def _rms_of_noise(keep: float, hyper: Hyper) -> float:
+    """Return the RMS of Nesterov's look ahead that counts as noise, for gradients with an RMS of one.
+
+    A momentum that has just begun to rise averages little noise away. By itself that would make early updates as short
+    as later ones, and AdamW's early updates are longer. The geometric mean of the noise now and with full momentum is
+    in between, and ends lower than either on language and image models together (`docs/results/length.md`).
 
     Args:
-        keep: the momentum, as if it had been the same for long.
+        keep: the momentum of this step.
+        hyper: the hyper-parameters of the param group.
 
     Returns:
         The RMS.
 
     Example:
-        >>> [round(_rms_of_noise(keep), 2) for keep in (0.0, 0.5, 0.95)]
-        [1.0, 0.76, 0.17]
+        >>> [round(_rms_of_noise(keep, Hyper(lr=1e-3)), 2) for keep in (0.0, 0.5, 0.95)]
+        [0.42, 0.36, 0.17]
     """
-    # keep^2 of the momentum before the step, whose variance is (1 - keep) / (1 + keep), and 1 - keep^2 of the gradient
-    return math.sqrt(keep**4 * (1.0 - keep) / (1.0 + keep) + (1.0 - keep**2) ** 2)
+
+    def square(momentum: float) -> float:
+        # momentum^2 of the average before the step, whose variance is (1 - momentum) / (1 + momentum), and
+        # 1 - momentum^2 of the gradient
+        return momentum**4 * (1.0 - momentum) / (1.0 + momentum) + (1.0 - momentum**2) ** 2
+
+    return (square(keep) * square(NESTEROV.of(hyper))) ** 0.25
 
 
 class NorMuon(Muon):

@@ -14,11 +14,12 @@ from baoc.core.spec import Reach, Slot
 from tests.cases import SHAPES
 
 SLOTS = {"m": Slot("m", signed=True), "v": Slot("v", signed=False), "torch's v": Slot("v", False, torch_dims=True)}
+SLOTS["s"] = Slot("s", signed=False, sets_length=True, codecs=("mean",))
 PAIRS = {
     f"{codec.name}-{name}": (codec, slot)
     for codec in CODECS.values()
     for name, slot in SLOTS.items()
-    if codec.refusal(slot) is None and (codec.factored or not slot.torch_dims)
+    if codec.refusal(slot) is None and (codec.factored or not slot.torch_dims) and codec.name in (slot.codecs or CODECS)
 }
 CODE = {"factored-bf16": 2.0**-7, "factored-int8": 2.0**-3}
 """The distance between neighbouring codes of a rounded factor, relative to the smaller one."""

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from baoc import BlockOptimizer, Plan, parse
 from baoc.core.configuration import EXTENDED
 from baoc.core.mechanisms import Normalised, muon
-from baoc.core.mechanisms.muon import MUON, YOU_JIACHENG, orthogonalised, workspace
+from baoc.core.mechanisms.muon import MAX_UPDATE_RMS, MUON, YOU_JIACHENG, Muon, orthogonalised, workspace
 from baoc.core.mechanisms.normalised import UPDATE_RMS
 from baoc.core.roles import Role, as_matrices
 from baoc.core.spec import Hyper
@@ -23,6 +23,9 @@ from tests.cases import gradients, train
 from tests.memory import PeakMemory
 
 NORMALISED = [configuration for configuration in EXTENDED if isinstance(configuration.mechanism, Normalised)]
+FIRST_RMS = UPDATE_RMS.default / 0.174**0.5  # noise at full momentum has an RMS of 0.174
+FOLLOWING = [configuration for configuration in NORMALISED if isinstance(configuration.mechanism, Muon)]
+"""Those whose updates have a length that follows the signal."""
 
 
 @pytest.mark.parametrize("shape", [(48, 96), (96, 48), (64, 64)], ids=str)
@@ -36,7 +39,8 @@ def test_it_follows_torch_where_the_settings_agree(shape):
         weight_decay=0.1,
         plan="muon-32",
         newton_schulz=MUON,
-        update_rms=0.2,
+        update_rms=1e9,
+        max_update_rms=0.2,
         nesterov_momentum=0.9,
         momentum_rise=0,
     )
@@ -95,7 +99,7 @@ def test_nothing_comes_of_nothing():
 
 @pytest.mark.parametrize("configuration", NORMALISED, ids=str)
 def test_the_first_update_has_its_length_at_once(configuration):
-    """Whatever the size of the gradients; and every later one."""
+    """Whatever the size of the gradients; and the next ones, of which momentum averages few."""
     for shape in ((96, 160), (160, 96), (32, 16, 3, 3), (4, 48, 64)):
         for scale in (1e-6, 1e3):
             param = nn.Parameter(torch.zeros(shape))
@@ -105,7 +109,72 @@ def test_the_first_update_has_its_length_at_once(configuration):
                 param.grad = torch.randn(shape) * scale
                 optimizer.step()
                 rms = (param - before).square().mean().sqrt().item() / 1e-2
-                assert rms == pytest.approx(UPDATE_RMS.default, rel=0.15), (shape, scale)
+                length = FIRST_RMS if configuration in FOLLOWING else UPDATE_RMS.default
+                assert rms == pytest.approx(length, rel=0.15), (shape, scale)
+
+
+def lengths(configuration, stream, shape=(48, 64), **settings) -> list[float]:
+    """The RMS of every update, in units of lr."""
+    param = nn.Parameter(torch.zeros(shape))
+    optimizer = BlockOptimizer([param], lr=1e-2, weight_decay=0.0, plan=configuration, **settings)
+    found = []
+    for grad in stream:
+        before = param.detach().clone()
+        param.grad = grad
+        optimizer.step()
+        found.append((param - before).square().mean().sqrt().item() / 1e-2)
+    return found
+
+
+@pytest.mark.parametrize("configuration", FOLLOWING, ids=str)
+def test_updates_have_their_usual_length_where_gradients_are_noise(configuration):
+    generator = torch.Generator().manual_seed(0)
+    found = lengths(configuration, (torch.randn(48, 64, generator=generator) * 1e-4 for _ in range(700)))
+    assert sum(found[-100:]) / 100 == pytest.approx(UPDATE_RMS.default, rel=0.05)
+    assert max(found) == pytest.approx(FIRST_RMS, rel=0.05)  # while the momentum rises
+
+
+@pytest.mark.parametrize("configuration", FOLLOWING, ids=str)
+def test_updates_shrink_as_gradients_vanish_and_grow_with_agreement(configuration):
+    """As AdamW's do: the running mean square remembers for longer than the momentum."""
+    signal = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+    found = lengths(configuration, [signal] * 500 + [signal / 100] * 200)
+    assert found[:500] == pytest.approx([MAX_UPDATE_RMS.default] * 500, rel=0.15)
+    assert found[-1] < MAX_UPDATE_RMS.default / 20
+
+
+def test_the_length_is_that_of_the_look_ahead_over_the_root_of_s():
+    """Written out, for a momentum that rises."""
+    shape, beta2, most = (48, 64), 0.99, 0.95
+    stream = list(gradients(shape, 60))
+    momentum, square, left = torch.zeros(shape), 0.0, 1.0
+    expected = []
+    for age, grad in enumerate(stream, 1):
+        keep = min(most, age / (age + 20))
+        now, full = (k**4 * (1 - k) / (1 + k) + (1 - k**2) ** 2 for k in (keep, most))
+        noise = (now * full) ** 0.25
+        momentum, left = keep * momentum + (1 - keep) * grad, left * keep
+        square = beta2 * square + (1 - beta2) * grad.square().mean().item()
+        ahead = (keep * momentum + (1 - keep) * grad) / (keep * (1 - left) + 1 - keep)
+        ratio = ahead.square().mean().sqrt().item() / math.sqrt(square / (1 - beta2**age))
+        expected.append(min(3.0, 0.3 / noise * ratio))
+    found = lengths("normuon-32", stream, betas=(0.9, beta2), update_rms=0.3, max_update_rms=3.0, normuon_beta2=0.0)
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_each_matrix_of_a_stack_has_its_own_length():
+    """An expert whose gradients vanish takes short steps, whatever the others do."""
+    grad = torch.randn(3, 32, 48)
+    fading = torch.tensor([1.0, 1.0, 0.01]).view(3, 1, 1)
+    param = nn.Parameter(torch.zeros(3, 32, 48))
+    optimizer = BlockOptimizer([param], lr=1.0, weight_decay=0.0, plan="normuon-32")
+    for step in range(120):
+        before = param.detach().clone()
+        param.grad = grad if step < 20 else grad * fading
+        optimizer.step()
+    found = (param - before).square().mean((1, 2)).sqrt()
+    assert optimizer.state[param]["s"].shape == (3,)
+    assert found[:2].tolist() == pytest.approx([1.0, 1.0], rel=1e-3) and found[2] < 0.1
 
 
 @pytest.mark.parametrize("spelling", ["muon-32", "spectral", "sinkhorn", "colnorm", "rownorm"])
@@ -137,8 +206,9 @@ def test_lines_are_brought_to_one_size():
 def test_normuon_brings_rows_to_one_size():
     param = nn.Parameter(torch.zeros(80, 120))
     param.grad = next(iter(gradients((80, 120), 1)))
-    BlockOptimizer([param], lr=1.0, weight_decay=0.0, plan="normuon-32", update_rms=1.0).step()
-    torch.testing.assert_close(param.detach().square().mean(1), torch.ones(80))
+    BlockOptimizer([param], lr=1.0, weight_decay=0.0, plan="normuon-32").step()
+    rows = param.detach().square().mean(1)  # (80,)
+    torch.testing.assert_close(rows, rows.mean().expand(80))
 
 
 def test_lion_is_lion():

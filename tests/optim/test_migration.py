@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from baoc import Block, BlockOptimizer, Plan, parse, state_bytes
-from baoc.core.mechanisms import Adam, Normalised
+from baoc.core.mechanisms import Adam, Muon, Normalised
 from baoc.optim import migrate
 from tests.cases import CONFIGURATIONS, gradients, train, trained
 from tests.memory import PeakMemory
@@ -69,9 +69,12 @@ def test_state_takes_the_new_layout_and_ages_stay_with_their_slots(old):
         state = optimizer.state[param]
         for slot in new.slots:
             inherited = slot.name in {s.name for s in old.slots}
-            inferred = slot.name == "v" and isinstance(new.mechanism, Adam) and "m" in {s.name for s in old.slots}
-            late = slot.name == "m" and isinstance(new.mechanism, Adam) and isinstance(old.mechanism, Normalised)
-            assert int(state[f"{slot.name}.age"]) == (7 if inherited or inferred else 4 if late else 2)
+            averages = isinstance(new.mechanism, (Adam, Muon))
+            known = {s.name for s in old.slots}
+            inferred = averages and ((slot.name in "vs" and "m" in known) or (slot.name == "s" and "v" in known))
+            late = slot.name == "m" and averages and isinstance(old.mechanism, Normalised)
+            late_age = 201 if isinstance(new.mechanism, Muon) else 4
+            assert int(state[f"{slot.name}.age"]) == (7 if inherited or inferred else late_age if late else 2)
 
 
 def test_a_migration_there_and_back_through_a_wider_format_loses_nothing():

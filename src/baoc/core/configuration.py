@@ -140,7 +140,7 @@ class Configuration:
     def switches(self) -> Switches:
         """The paper's tuple of choices that describes this configuration."""
         mechanism = self.mechanism
-        codecs = [self.codec(slot.name) for slot in self.slots]
+        codecs = [self.codec(slot.name) for slot in self.slots if not slot.is_of_matrix]
         return Switches(
             adaptive=mechanism.adaptive,
             momentum=mechanism.momentum and any(slot.signed for slot in self.slots),
@@ -202,7 +202,8 @@ class Configuration:
         return self.layout(shape, rows=rows).nbytes
 
     def __str__(self) -> str:
-        slots = ",".join(f"{slot}={codec}" for slot, codec in self.codec_names)
+        fixed = {slot.name for slot in self.slots if len(slot.codecs) == 1}  # nothing to choose, nothing to spell
+        slots = ",".join(f"{slot}={codec}" for slot, codec in self.codec_names if slot not in fixed)
         bare = f"{self.mechanism_name}[{slots}]" if slots else self.mechanism_name
         return f"{bare} else {self.otherwise}" if self.otherwise else bare
 

@@ -93,6 +93,8 @@ class Slot:
             held as a tensor and counted, as ``step`` in ``torch.optim.Adafactor``.
         optional: a spelling that leaves the slot out runs without it.
         of_direction: the slot averages the finished direction of a matrix instead of the gradient.
+        sets_length: the slot has one number per matrix, which sets the length of its update: see
+            :meth:`~baoc.core.mechanisms.Mechanism.length`.
         codecs: the only codecs that can store it. Empty: all that do not refuse it.
         torch_dims: factors are taken over the last two dims, as in ``torch.optim.Adafactor``, instead of over the
             tensor as matrices.
@@ -103,8 +105,14 @@ class Slot:
     age_is_state: bool = False
     optional: bool = False
     of_direction: bool = False
+    sets_length: bool = False
     codecs: tuple[str, ...] = ()
     torch_dims: bool = False
+
+    @property
+    def is_of_matrix(self) -> bool:
+        """Whether kernels advance the slot once a whole matrix is known, instead of row by row."""
+        return self.of_direction or self.sets_length
 
 
 @dataclass(frozen=True)

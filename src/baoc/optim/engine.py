@@ -156,15 +156,15 @@ class _OffloadedRows:
         self._staging.run([job._replace(param=each, memo=None) for job, each in zip(jobs, out)], work, fresh=True)
         self._staging.lane.end()
 
-    def adapt(self, jobs: Sequence[Job], finished: Sequence[Tensor]) -> list[Tensor]:
-        """Advance the slots of finished directions, a number for each row, on the device, and copy them back."""
-        formats = (stored for stored in jobs[0].layout.formats if stored.slot.of_direction)
+    def adapt(self, jobs: Sequence[Job], finished: Sequence[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:
+        """Advance the slots of whole matrices, a number for each row or matrix, on the device, and copy them back."""
+        formats = (stored for stored in jobs[0].layout.formats if stored.slot.is_of_matrix)
         keys = [key for stored in formats for _, key in stored.keys]
         if not keys:
             return list(finished)
         raised = [{key: job.held[key].to(job.param.device) for key in keys} for job in jobs]
         adapted = self._device.adapt(
-            [job._replace(held={**job.held, **up}, memo=None) for job, up in zip(jobs, raised)], finished
+            [job._replace(held={**job.held, **up}, memo=None) for job, up in zip(jobs, raised)], finished, squares
         )
         for job, up in zip(jobs, raised):
             for key in keys:

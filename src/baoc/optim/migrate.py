@@ -58,6 +58,11 @@ class Holding:
         """The ages of the slots that have seen a gradient."""
         return {name: age for name, age in ages_of(self.layout, self.state).items() if age > 0} if self.state else {}
 
+    @property
+    def seen(self) -> dict[str, Format]:
+        """The slots that have seen a gradient."""
+        return {stored.slot.name: stored for stored in self.layout.formats if stored.slot.name in self.ages}
+
     @functools.cached_property
     def _held(self) -> Mapping[str, Any]:
         return self.place.held(self.state)
@@ -71,9 +76,8 @@ class Holding:
 
     def means(self, rows: slice) -> dict[str, Tensor]:
         """Return fp32 rows of every slot that has seen a gradient, as weighted means."""
-        slots = {stored.slot.name: stored for stored in self.layout.formats}
-        mass = self.mechanism.mass
-        return {name: self.value(slots[name], rows) / mass(name, age, self.hyper) for name, age in self.ages.items()}
+        masses = {name: self.mechanism.mass(name, age, self.hyper) for name, age in self.ages.items()}
+        return {name: self.value(stored, rows) / masses[name] for name, stored in self.seen.items()}
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,8 @@ def _whole_bytes(layout: Layout) -> int:
 
 def is_same_rule(old: Mechanism, new: Mechanism) -> bool:
     """Return whether two update rules differ in nothing but weight decay."""
-    return type(old).direction is type(new).direction and type(old).finish is type(new).finish
+    parts = ("direction", "finish", "length")
+    return all(getattr(type(old), part) is getattr(type(new), part) for part in parts)
 
 
 def _converted_slot(old: Holding, mechanism: Mechanism, stored: Format, device: torch.device) -> ParamState:
@@ -299,9 +304,24 @@ def _typical_rms(holding: Holding, mechanism: Mechanism) -> float | None:
         holding, [(part.numel(), part.float().square().mean().sqrt().item()) for _, part in tiles]
     )
     assert param_rms is not None
+    squares = {name: _mean_square(holding, stored) for name, stored in holding.seen.items()}
     rms_of = functools.partial(mechanism.typical_rms, hyper=holding.hyper)
-    lengths = [(part.numel(), rms_of(Evidence(holding.means(rows), holding.ages, param_rms))) for rows, part in tiles]
+    lengths = [
+        (part.numel(), rms_of(Evidence(holding.means(rows), holding.ages, param_rms, squares))) for rows, part in tiles
+    ]
     return _over_all_rows(holding, lengths)
+
+
+def _mean_square(holding: Holding, stored: Format) -> float:
+    """Return the mean square of the gradients that a slot stands for, over the whole parameter."""
+    parts = []
+    for rows in holding.tiles():
+        mean = holding.means(rows)[stored.slot.name]
+        square = mean.square() if stored.slot.signed else mean
+        parts.append((mean.numel(), math.sqrt(max(square.mean().item(), 0.0))))
+    rms = _over_all_rows(holding, parts)
+    assert rms is not None
+    return rms**2
 
 
 def _over_all_rows(holding: Holding, parts: Sequence[tuple[int, float | None]]) -> float | None:

@@ -10,6 +10,8 @@ from baoc.core.codecs.factored import (
     FactoredBF16,
     FactoredFormat,
     FactoredInt8,
+    MatrixMean,
+    MatrixMeanFormat,
     MeanFormat,
     RowMean,
     RowMeanFormat,
@@ -18,7 +20,10 @@ from baoc.core.codecs.quantized import Int4, Int4Format, Int8, Int8Format
 
 CODECS: dict[str, Codec] = {
     codec.name: codec
-    for codec in (FP32(), BF16(), Int8(), Int4(), Factored(), FactoredBF16(), FactoredInt8(), RowMean(), ColMean())
+    for codec in (
+        *(FP32(), BF16(), Int8(), Int4(), Factored(), FactoredBF16(), FactoredInt8(), RowMean(), ColMean()),
+        MatrixMean(),
+    )
 }
 """Every known codec, by name."""
 
@@ -33,6 +38,7 @@ __all__ = [
     "Held",
     "Int4Format",
     "Int8Format",
+    "MatrixMeanFormat",
     "MeanFormat",
     "RowMeanFormat",
     "SummedFormat",

@@ -1,9 +1,9 @@
 """Means of an unsigned slot over the rows and columns of a parameter's matrices.
 
-``factored`` keeps both means, as Adafactor does. ``row-mean`` and ``col-mean`` keep one of them, as SlimAdam does. The
-kernels of a convolution are flattened: there is one number per output, and one per weight of an output. Each matrix of
-a stack has means of its own. ``torch.optim.Adafactor`` factors the last two dims instead; slots that must equal it set
-``torch_dims``.
+``factored`` keeps both means, as Adafactor does. ``row-mean`` and ``col-mean`` keep one of them, as SlimAdam does, and
+``mean`` keeps one number per matrix. The kernels of a convolution are flattened: there is one number per output, and
+one per weight of an output. Each matrix of a stack has means of its own. ``torch.optim.Adafactor`` factors the last
+two dims instead; slots that must equal it set ``torch_dims``.
 
 Means are linear in the slot, so blending them equals blending the slot and taking the means again. These formats
 advance by themselves and never build the full tensor.
@@ -173,7 +173,7 @@ class FactoredInt8(Factored):
 
 @dataclass(frozen=True)
 class MeanFormat(SummedFormat):
-    """The means along one axis of each matrix, in fp32."""
+    """The means along one axis of each matrix, or over all of it, in fp32."""
 
     rounds = False
     matrix: Shape = field(init=False, repr=False, compare=False)
@@ -246,6 +246,42 @@ class ColMeanFormat(MeanFormat):
         share = x.sum(0) / self.shape[0]  # (cols,); divided first, so that shards can be added
         return share if partial is None else partial + share
 
+    def graph_key(self) -> Hashable:
+        return super().graph_key() if len(self.matrix) > 2 else self  # the height is part of the code
+
+
+@dataclass(frozen=True)
+class MatrixMeanFormat(MeanFormat):
+    """One number per matrix."""
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        stacks = self.held_shape[0] if len(self.matrix) > 2 else 1  # every shard of one matrix needs its mean
+        return (Buffer("", (stacks,), torch.float32, by_rows=len(self.matrix) > 2),)
+
+    def by_matrix(self, held: Held) -> Tensor:
+        """Return the numbers in a shape that broadcasts over the parameter's rows."""
+        return held[""].view(-1, *[1] * (len(self.shape) - 1))
+
+    def expand(self, held: Held, rows: slice, mean_floor: Scalar) -> Tensor:
+        means = self.by_matrix(held)
+        means = means[rows] if len(self.matrix) > 2 else means
+        return means.expand(rows.stop - rows.start, *self.shape[1:])
+
+    def absorb(
+        self, held: Held, rows: slice, x: Tensor, keep: Scalar, add: Scalar, rounding: Rounding, partial: Tensor | None
+    ) -> Tensor | None:
+        means = x.flatten(1).mean(1)
+        if len(self.matrix) > 2:
+            own = held[""][rows]
+            own.copy_(own * keep + means * add)
+            return None
+        share = (means / self.shape[0]).sum(0, keepdim=True)  # divided first, so that shards can be added
+        return share if partial is None else partial + share
+
+    def graph_key(self) -> Hashable:
+        return super().graph_key() if len(self.matrix) > 2 else self  # the height is part of the code
+
 
 class RowMean(Codec):
     """The mean of each row, in fp32."""
@@ -270,3 +306,14 @@ class ColMean(RowMean):
 
     name = "col-mean"
     stored = ColMeanFormat
+
+
+class MatrixMean(RowMean):
+    """The mean of each matrix, in fp32."""
+
+    name = "mean"
+    stored = MatrixMeanFormat
+
+    def refusal(self, slot: Slot) -> str | None:
+        # Elements of a matrix differ by orders of magnitude: a root of their mean is no safe divisor for each of them.
+        return None if slot.sets_length else f"it keeps one number per matrix, and {slot.name!r} is for each element"

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -24,11 +24,14 @@ class Evidence:
         means: mean of each known slot, for all elements or a sample of them; all have one shape.
         ages: age of each known slot.
         param_rms: RMS of the whole parameter.
+        mean_squares: mean square of the gradients that each slot stands for, over the whole parameter: of a signed
+            slot the mean of its squares, of an unsigned one its mean. Default: those of ``means``.
     """
 
     means: Mapping[str, Tensor]
     ages: Mapping[str, int]
     param_rms: float
+    mean_squares: Mapping[str, float] = field(default_factory=dict)
 
 
 class Mechanism(ABC):
@@ -154,6 +157,16 @@ class Mechanism(ABC):
             scalars: the numbers of this step.
         """
         return finished
+
+    def length(self, direction_square: Tensor, slots: Mapping[str, Tensor], scalars: Scalars) -> Tensor:
+        """Return a factor on the updates of matrices, for reach ``MATRIX`` (:attr:`Slot.sets_length`).
+
+        Args:
+            direction_square: mean square of the direction of each matrix, before :meth:`finish`.
+            slots: those slots, this step included: one number per matrix.
+            scalars: the numbers of this step.
+        """
+        raise NotImplementedError(f"{self.name} has a slot that sets lengths, but no length")
 
     def mass(self, slot: str, age: int, hyper: Hyper) -> float:
         """Return the sum of the recurrence's weights: ``slot / mass`` is a weighted mean.

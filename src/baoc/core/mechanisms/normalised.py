@@ -18,7 +18,7 @@ UPDATE_RMS = Setting(
     0.4,
     "a number > 0",
     lambda x: x > 0,
-    "RMS of a normalised update in units of lr, so that AdamW's lr suits it; the literature uses 0.2",
+    "RMS of a normalised update in units of lr, so that AdamW's lr suits it; of muon and normuon on noisy gradients",
 )
 NESTEROV = Setting(
     "nesterov_momentum",

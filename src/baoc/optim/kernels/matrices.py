@@ -27,8 +27,11 @@ class Rows(Protocol):
     def directions(self, jobs: Sequence[Job], out: Sequence[Tensor]) -> None:
         """Advance the state of jobs and write their directions, which start as zeros."""
 
-    def adapt(self, jobs: Sequence[Job], finished: Sequence[Tensor]) -> list[Tensor]:
-        """What slots that remember finished directions make of them, once they have taken them in."""
+    def adapt(self, jobs: Sequence[Job], finished: Sequence[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:
+        """What slots of whole matrices make of finished directions, once they have taken them in.
+
+        ``squares`` has the mean square of each matrix of each job before it was finished, of the rows here.
+        """
 
     def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
         """Move the parameters of jobs."""
@@ -47,9 +50,26 @@ class EagerRows:
             for rows in tiles:
                 direction[rows] = update.direction(rows)
 
-    def adapt(self, jobs: Sequence[Job], finished: Sequence[Tensor]) -> list[Tensor]:
+    def adapt(self, jobs: Sequence[Job], finished: Sequence[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:
         tiles = (row_tiles(job.param.shape, self._tile_numel) for job in jobs)
-        return [Update(job).adapt(direction, rows) for job, direction, rows in zip(jobs, finished, tiles)]
+        adapted = [Update(job).adapt(direction, rows) for job, direction, rows in zip(jobs, finished, tiles)]
+        return self.lengthen(jobs, adapted, squares) if sets_length(jobs[0]) else adapted
+
+    def lengthen(self, jobs: Sequence[Job], directions: list[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:
+        """Advance the slots that set lengths, and scale directions by what they say."""
+        updates = [Update(job) for job in jobs]
+        partials = [self.square_partial(job, update) for job, update in zip(jobs, updates)]
+        ranks = _spread_over(jobs[0])
+        if ranks is not None:  # in one message for all of them
+            sent = [each for each in (*partials, *squares) if each is not None]
+            summed = ranks.sum(torch.cat(sent)).split_with_sizes([each.numel() for each in sent])
+            partials, squares = list(summed[: len(jobs)]), summed[len(jobs) :]
+        for update, partial, square, direction in zip(updates, partials, squares, directions):
+            direction.mul_(update.length(partial, square))
+        return directions
+
+    def square_partial(self, job: Job, update: Update) -> Tensor | None:
+        return update.square_partial(row_tiles(job.param.shape, self._tile_numel))
 
     def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
         for job, direction in zip(jobs, directions):
@@ -76,11 +96,28 @@ def _run_batch(batch: Sequence[Job], owners: Owners | None, by_rows: Rows, memor
     sizes = [job.param.numel() for job in batch]
     flat, scratch = memory[: sum(sizes)].zero_(), memory[aligned(sum(sizes)) :]
     by_rows.directions(batch, _as_rows(flat, batch))
+    squares = _mean_squares(flat, batch) if sets_length(batch[0]) else ()
     layout, scalars = batch[0].layout, batch[0].scalars
     stacked = flat.view(-1, *as_matrices(layout.shape)[1:]) if owners is None else owners.gather(flat)
     finished = layout.mechanism.finish_in(stacked, scratch, scalars) if len(stacked) else stacked
     finished = finished.reshape(-1) if owners is None else owners.scatter(finished)
-    by_rows.move(batch, by_rows.adapt(batch, _as_rows(finished, batch)))
+    by_rows.move(batch, by_rows.adapt(batch, _as_rows(finished, batch), squares))
+
+
+def sets_length(job: Job) -> bool:
+    """Whether a slot sets the length of a job's updates."""
+    return any(stored.slot.sets_length for stored in job.layout.formats)
+
+
+def _mean_squares(flat: Tensor, batch: Sequence[Job]) -> list[Tensor]:
+    """The mean square of each matrix of each job; of a matrix that is spread over ranks, what its rows here add."""
+    _, rows, cols = as_matrices(batch[0].layout.shape)
+    if _spread_over(batch[0]) is None:
+        norms = torch.linalg.vector_norm(flat.view(-1, rows * cols), dim=1)
+        means = norms.square() / (rows * cols)
+        return list(means.split_with_sizes([as_matrices(tuple(job.param.shape))[0] for job in batch]))
+    parts = flat.split_with_sizes([job.param.numel() for job in batch])
+    return [torch.linalg.vector_norm(part).square().view(1) / (rows * cols) for part in parts]
 
 
 def _as_rows(flat: Tensor, batch: Sequence[Job]) -> list[Tensor]:

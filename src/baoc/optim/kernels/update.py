@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from baoc.core.codecs import SummedFormat
+from baoc.core.codecs import MatrixMeanFormat, SummedFormat
 from baoc.core.roles import matrix_shape
 from baoc.core.rounding import Rounding
 from baoc.core.spec import FP32_TINY, SPIKE, Reach, Scalar
@@ -22,7 +22,7 @@ class Update:
         self._param, self._scalars = job.param.detach(), job.scalars
         self._mechanism = job.layout.mechanism
         self._held = {each.slot.name: each.held_in(job.held) for each in job.layout.formats}
-        self._formats = [each for each in job.layout.formats if not each.slot.of_direction]
+        self._formats = [each for each in job.layout.formats if not each.slot.is_of_matrix]
 
     def run(self, tiles: Sequence[slice]) -> None:
         """Advance the state and the parameter in place, touching one tile of rows (dim 0) at a time."""
@@ -72,6 +72,26 @@ class Update:
             slots = {each.slot.name: self._expanded(each, rows) for each in stored}
             finished[rows] = self._mechanism.adapt(finished[rows], slots, self._scalars)
         return finished
+
+    def square_partial(self, tiles: Sequence[slice]) -> Tensor | None:
+        """What of the rows here goes into the slot that sets the length of matrices, before sums over ranks."""
+        return self._partial(self._length_format, tiles, lambda rows: self._clean(self._grad(rows)))
+
+    def length(self, square: Tensor | None, direction_square: Tensor) -> Tensor:
+        """Finish that slot; the factor on the updates of matrices, in a shape that broadcasts over the rows.
+
+        Args:
+            square: the sum of what :meth:`square_partial` returned on all ranks.
+            direction_square: the mean square of the direction of each matrix.
+        """
+        stored = self._length_format
+        self._finish(stored, square)
+        means = stored.by_matrix(self._held[stored.slot.name])
+        return self._mechanism.length(direction_square.view(means.shape), {stored.slot.name: means}, self._scalars)
+
+    @property
+    def _length_format(self) -> MatrixMeanFormat:
+        return next(each for each in self._job.layout.formats if isinstance(each, MatrixMeanFormat))
 
     def direction(self, rows: slice, grad: Tensor | None = None) -> Tensor:
         """Advance and store the other slots; the update before the step length."""

@@ -160,7 +160,7 @@ class Metrics:
 
     def _slots(self, configuration: Configuration) -> list[Slot]:
         """Return the slots that store gradients, of which there are samples."""
-        return [slot for slot in configuration.slots if not slot.of_direction]
+        return [slot for slot in configuration.slots if not slot.is_of_matrix]
 
     def _read_back(self, slot: Slot, codec: Codec) -> Tensor:
         """Return the samples of a moment after a round trip through a codec."""

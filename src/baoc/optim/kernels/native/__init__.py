@@ -51,11 +51,12 @@ from baoc.core.mechanisms import (
 )
 from baoc.core.roles import matrix_shape
 from baoc.core.rounding import phase_at
-from baoc.core.spec import Reach, Shape
+from baoc.core.spec import SPIKE, Reach, Shape
 from baoc.optim.kernels.eager import TILE_NUMEL, EagerKernel
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.matrices import EagerRows, run_matrices
-from baoc.optim.place import Negated
+from baoc.optim.kernels.update import Update
+from baoc.optim.place import HOST, Negated
 from baoc.optim.state import PLAIN
 
 # What is what in C: see job.h, which has these names.
@@ -201,6 +202,16 @@ class _NativeRows(EagerRows):
         rest = [(job, each) for job, each in zip(jobs, out) if id(each) in left]
         super().directions([job for job, _ in rest], [each for _, each in rest])
 
+    def square_partial(self, job: Job, update: Update) -> Tensor | None:
+        is_served = job.param.dtype in _DTYPES and job.grad.dtype in _DTYPES
+        if len(matrix_shape(job.layout.shape)) > 2 or not is_served:
+            return super().square_partial(job, update)
+        # in one pass, and in the order of its elements; a spike, which does not count, would show in the norm
+        norm = torch.linalg.vector_norm(job.grad.contiguous(), dtype=torch.float32).item()
+        if not norm < SPIKE:
+            return super().square_partial(job, update)
+        return torch.full((1,), norm * norm / math.prod(job.layout.shape), dtype=torch.float32, device=HOST)
+
     def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
         moving: list[tuple[Job, Tensor]] = []
         rest: list[tuple[Job, Tensor]] = []
@@ -343,7 +354,7 @@ def _form(
     """Return what C code needs to know of a layout, or why it cannot run it. The one table of what it can run."""
     library, rule = _library(), type(layout.mechanism)
     mechanism = (as_mechanism or None) if rule in _AHEAD else _MECHANISMS.get(rule)
-    formats = [each for each in layout.formats if not each.slot.of_direction and as_mechanism != "SGD"]
+    formats = [each for each in layout.formats if not each.slot.is_of_matrix and as_mechanism != "SGD"]
     if mechanism is None:
         return f"there is no C code for {layout.mechanism.name}"
     unknown = [f"{type(stored).__name__} of {stored.slot.name!r}" for stored in formats if type(stored) not in _FORMATS]

@@ -141,6 +141,10 @@ class Number(_FromZero):
     V_FLOOR = auto()
     MIN_PARAM_RMS = auto()
     CLIP = auto()
+    S_KEEP = auto()
+    S_ADD = auto()
+    LENGTH = auto()
+    MAX_LENGTH = auto()
 
 
 class Family(NamedTuple):
@@ -234,7 +238,7 @@ def form(layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype
     for dtype in (param_dtype, grad_dtype):
         if dtype not in _DTYPES:
             return f"numbers of type {dtype}"
-    formats = [stored for stored in layout.formats if not stored.slot.of_direction and use != "move"]
+    formats = [stored for stored in layout.formats if not stored.slot.is_of_matrix and use != "move"]
     names = {stored.slot.name: _format_name(stored) for stored in formats}
     unknown = next((stored for stored in formats if names[stored.slot.name] is None), None)
     if unknown is not None:

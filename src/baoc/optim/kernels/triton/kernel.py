@@ -10,18 +10,19 @@ import itertools
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from baoc.core.codecs import Format
 from baoc.core.configuration import Layout
-from baoc.core.spec import Reach
+from baoc.core.spec import Reach, Scalar
 from baoc.optim.kernels import graphs
 from baoc.optim.kernels.job import Job
-from baoc.optim.kernels.matrices import EagerRows, run_matrices
+from baoc.optim.kernels.matrices import EagerRows, run_matrices, sets_length
 from baoc.optim.kernels.triton.families import ALIGNMENT, Family, Form, Use, Word, form_of
 from baoc.optim.kernels.triton.tables import Numbers, Tables, Tiles
 from baoc.optim.place import Place
@@ -159,6 +160,20 @@ class TritonKernel:
         if use != "direction":
             torch.autograd.graph.increment_version([jobs[index].param for index in launches.launched])
         return launches.left
+
+    def device_scalars(self, job: Job) -> dict[str, Scalar]:
+        """Return the scalars of a job that are in the table of numbers, as tensors that read it."""
+        return self._memory.numbers.scalars(job)
+
+    @contextmanager
+    def unless_skipped(self, jobs: Sequence[Job], chosen: Callable[[Format], bool]) -> Iterator[None]:
+        """Undo what torch operations do to chosen slots if the flag says so. The host does not read the flag."""
+        formats = [(job, stored) for job in jobs for stored in job.layout.formats if chosen(stored)]
+        held = [tensor for job, stored in formats for tensor in stored.held_in(job.held).values()]
+        before = [] if self._flag is None else [tensor.clone() for tensor in held]
+        yield
+        for tensor, old in zip(held, before):
+            tensor.copy_(torch.where(cast(Tensor, self._flag)[0] != 0, old, tensor))
 
     def allows_torch(self, job: Job) -> bool:
         """Return whether torch operations may update a job in this step.
@@ -354,9 +369,17 @@ class _TritonRows(EagerRows):
         if left and self._kernel.allows_torch(jobs[left[0]]):
             super().directions([jobs[index] for index in left], [out[index] for index in left])
 
-    def adapt(self, jobs: Sequence[Job], finished: Sequence[Tensor]) -> list[Tensor]:
+    def adapt(self, jobs: Sequence[Job], finished: Sequence[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:
         adapts = any(stored.slot.of_direction for job in jobs for stored in job.layout.formats)
-        return super().adapt(jobs, finished) if adapts and self._kernel.allows_torch(jobs[0]) else list(finished)
+        if adapts:
+            return super().adapt(jobs, finished, squares) if self._kernel.allows_torch(jobs[0]) else list(finished)
+        return self.lengthen(jobs, list(finished), squares) if sets_length(jobs[0]) else list(finished)
+
+    def lengthen(self, jobs: Sequence[Job], directions: list[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:
+        """Do it with scalars on the device, so that a captured graph reads those of its own step."""
+        on_device = [job._replace(scalars=self._kernel.device_scalars(job), memo=None) for job in jobs]
+        with self._kernel.unless_skipped(jobs, lambda stored: stored.slot.sets_length):
+            return super().lengthen(on_device, directions, squares)
 
     def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
         left = self._kernel.launch_jobs(jobs, "move", directions)

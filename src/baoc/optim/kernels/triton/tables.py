@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.codecs.quantized import INT8_GROUP as GROUP
+from baoc.core.spec import Scalar
 from baoc.optim.kernels import graphs
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.triton.families import Family, Form, Number, Word
@@ -120,6 +121,12 @@ class Numbers:
     def row(self, job: Job) -> int:
         """Return the row of a job of the last step that was written."""
         return self._rows[id(job.scalars), id(job.phases), job.maximize]
+
+    def scalars(self, job: Job) -> dict[str, Scalar]:
+        """Return the scalars of a job as views of the table, by their names in the job."""
+        first = self.row(job) * len(Number)
+        names = ((number, name) for number in Number for name in (_DOTTED[number], number.name.lower()))
+        return {name: self.tensor[first + number] for number, name in names if name in job.scalars}
 
     def _collect(self, jobs: Sequence[Job]) -> list[float]:
         self._rows, self._order = {}, []

@@ -290,7 +290,7 @@ def _rms_of_noise(keep: float, hyper: Hyper) -> float:
         # 1 - momentum^2 of the gradient
         return momentum**4 * (1.0 - momentum) / (1.0 + momentum) + (1.0 - momentum**2) ** 2
 
-    return (square(keep) * square(NESTEROV.of(hyper))) ** 0.25
+    return math.sqrt(math.sqrt(square(keep) * square(NESTEROV.of(hyper))))
 
 
 class NorMuon(Muon):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import pickle
 import json
 import math
 
@@ -141,3 +142,25 @@ def test_counting_tokens_leaves_no_trace_on_the_model():
     TokenCounter(model)  # and is dropped at once
     gc.collect()
     assert len(hooks) == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_copy_inherits_counts_and_counts_its_own_model(copied, is_first):
+    """In either order, and where two modules share a weight."""
+    shared, own = nn.Linear(8, 8), nn.Linear(8, 8)
+    own.weight = shared.weight
+    model = nn.Sequential(shared, nn.ReLU(), own, nn.Linear(8, 8), nn.Linear(8, 4))
+    counter = TokenCounter(model)
+    model(torch.zeros(5, 8))
+    pair = copied((counter, model) if is_first else (model, counter))
+    other, twin = pair if is_first else pair[::-1]
+    model(torch.zeros(7, 8))
+    twin(torch.zeros(11, 8))
+    with torch.no_grad():
+        twin(torch.zeros(13, 8))
+    again = copied(other)
+    twin(torch.zeros(1, 8))
+    assert counter.stop() == 12 and other.stop() == 17 and again.stop() == 16
+    twin(torch.zeros(1, 8))
+    assert other.stop() == copied(other).stop() == 17

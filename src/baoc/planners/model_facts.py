@@ -5,7 +5,6 @@ Nothing here is timed or random, so every process and every rank finds the same.
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Mapping
@@ -173,7 +172,8 @@ def _has_outlier(param: Tensor) -> bool:
 class TokenCounter:
     """Counts the tokens that pass through the hidden weights of a module, until :meth:`stop`.
 
-    Only forward passes that build a graph count, so evaluations and recomputed passes do not.
+    Only forward passes that build a graph count, so evaluations and recomputed passes do not. A copy starts with the
+    same counts. It goes on with the modules that hold the copied weights.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 4))
@@ -185,29 +185,33 @@ class TokenCounter:
 
     def __init__(self, model: nn.Module) -> None:
         roles = roles_of(model)
-        self._passed: weakref.WeakKeyDictionary[nn.Module, _Passed] = weakref.WeakKeyDictionary()
+        self._counts = _Counts()
         for path, module in model.named_modules():
             weight = getattr(module, "weight", None)
             role = roles.get(canonical_name(f"{path}.weight" if path else "weight"))
             if isinstance(weight, Tensor) and role in (Role.MATRIX, Role.CONVOLUTION):
-                self._passed[module] = _Passed(weight.numel())
+                self._counts.by_module[module] = _Passed(weight.numel())
+        self._start()
+
+    def _start(self) -> None:
         # One hook for all modules of the process, none on the model: copies and scripted models must not have any.
-        hook = functools.partial(_count, self._passed)
-        self._remove = weakref.finalize(self, register_module_forward_hook(hook).remove)
+        self._remove = weakref.finalize(self, register_module_forward_hook(self._counts.count).remove)
 
     def stop(self) -> int | None:
         """Stop counting and return the mean over all hidden weights; ``None`` if nothing was counted."""
         self._remove()
-        seen = [each for each in self._passed.values() if each.tokens]
+        seen = [passed for _, passed in self._counts.by_weight() if passed.tokens]
         weights = sum(each.weights for each in seen)
         return round(sum(each.weights * each.tokens for each in seen) / weights) if weights else None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _stopped, ()  # a copy belongs to no model
+    def __getstate__(self) -> dict[str, Any]:
+        return {"by_weight": self._counts.by_weight(), "is_counting": self._remove.alive}
 
-
-def _stopped() -> TokenCounter:
-    return TokenCounter(nn.Identity())
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._counts = _Counts(copied=state["by_weight"])
+        self._start()
+        if not state["is_counting"]:
+            self._remove()
 
 
 @dataclass
@@ -218,9 +222,39 @@ class _Passed:
     tokens: int = 0
 
 
-def _count(passed: Mapping[nn.Module, _Passed], module: nn.Module, inputs: object, output: object) -> None:
-    if torch.compiler.is_compiling() or not isinstance(output, Tensor) or not output.requires_grad:
-        return
-    if (mine := passed.get(module)) is not None:
-        channels = output.shape[1] if isinstance(module, nn.modules.conv._ConvNd) else output.shape[-1]
-        mine.tokens += output.numel() // max(1, channels)
+_ByWeight = list[tuple[nn.Parameter | None, _Passed]]
+
+
+@dataclass
+class _Counts:
+    """What passed each module. It refers to modules weakly, because the hook of a process refers to it."""
+
+    by_module: weakref.WeakKeyDictionary[nn.Module, _Passed] = field(default_factory=weakref.WeakKeyDictionary)
+    copied: _ByWeight = field(default_factory=list)
+    """Of a copy: counts of modules that it has not met yet. Only their weights are copied with an optimizer."""
+
+    def by_weight(self) -> _ByWeight:
+        met = [(_own_weight(module), passed) for module, passed in self.by_module.items()]
+        return [*met, *self.copied]
+
+    def count(self, module: nn.Module, inputs: object, output: object) -> None:
+        if torch.compiler.is_compiling() or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        if (mine := self.by_module.get(module) or self._meet(module)) is not None:
+            channels = output.shape[1] if isinstance(module, nn.modules.conv._ConvNd) else output.shape[-1]
+            mine.tokens += output.numel() // max(1, channels)
+
+    def _meet(self, module: nn.Module) -> _Passed | None:
+        """Return the count of a module that holds a copied weight, and keep it by that module from now on."""
+        held = _own_weight(module) if self.copied else None
+        for index, (weight, passed) in enumerate(self.copied):
+            if weight is held is not None:
+                del self.copied[index]
+                self.by_module[module] = passed
+                return passed
+        return None
+
+
+def _own_weight(module: nn.Module) -> nn.Parameter | None:
+    """Return a module's parameter ``weight``. An attribute of that name may be computed, by a parametrization."""
+    return dict(module.named_parameters(recurse=False)).get("weight")

@@ -53,7 +53,7 @@ def _plot(axes: Any, lines: Sequence[Line]) -> list[Point]:
     if ours:
         places = sorted((*_place(line), line.error or 0.0) for line in ours)
         xs, ys, errors = zip(*places)
-        axes.errorbar(xs, ys, yerr=errors, marker="*", markersize=10, color="tab:orange", capsize=2, label="BAOC")
+        axes.errorbar(xs, ys, yerr=errors, marker="*", markersize=10, color="tab:orange", capsize=2, label="baoc default")
         axes.legend(fontsize="small")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

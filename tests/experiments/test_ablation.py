@@ -189,8 +189,8 @@ def test_the_frontiers_checks() -> None:
     assert "- gpt-small/embedded at 0.25: `lion-8` by " in text  # it fits, and `adamw-8` does not
     assert "at 0.25: `adamw-8`" not in text and "at 1: `adamw-8` by " in text
     assert "- gpt-small/embedded: 1 is worse than 0.25 by " in text
-    assert "- By type 0.25: no plan fits" in text
-    assert re.search(r"\| BAOC 0\.25 \| -7\.50 \| -[45]\.\d\d ± 0\.\d\d \| \+2\.\d\d \|", text)
+    assert "- Heu-1 (by type) 0.25: no plan fits" in text
+    assert re.search(r"\| baoc default 0\.25 \| -7\.50 \| -[45]\.\d\d ± 0\.\d\d \| \+2\.\d\d \|", text)
 
 
 def test_a_method_is_judged_at_its_own_learning_rate_or_at_adamw32s() -> None:
@@ -230,7 +230,7 @@ def test_the_frontier_trains_and_draws(tiny: str, tmp_path: Path) -> None:
     assert min(tried) < factor < max(tried) or len({*tried}) == 3 + MOST_BEYOND, "its best is at an edge"
     assert {row["lr_factor"] for row in rows if row["method"] in ("baoc@0.25", "colnorm")} == {factor}
     files = frontier.write([setting], tmp_path / "frontier", ["some", "command"])
-    assert "| BAOC 0.25 |" in files[0].read_text(encoding="utf-8")
+    assert "| baoc default 0.25 |" in files[0].read_text(encoding="utf-8")
     assert [path.name for path in files[1:]] in ([], ["frontier.png"])
 
 

@@ -305,7 +305,7 @@ def test_a_budget_is_a_positive_share(name: str) -> None:
 
 
 def test_baocs_budget_may_be_nothing() -> None:
-    assert methods.get("baoc@0").label == "BAOC 0"
+    assert methods.get("baoc@0").label == "baoc default 0"
 
 
 @pytest.mark.parametrize("name", [name for name in methods.names() if methods.get(name).needs])

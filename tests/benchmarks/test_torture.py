@@ -52,9 +52,10 @@ def test_ranks_of_which_one_meets_a_fault_stay_equal():
     assert "cases: 5" in done.stdout and "findings: 0" in done.stdout
 
 
-def test_parts_of_one_storage_without_common_elements_do_not_race():
-    found = race.run(2, names=["apart"])
-    assert found["findings"] == [] and found["outcomes"] == {"apart: equal": 2}
+def test_parameters_that_share_elements_are_refused_and_others_do_not_race():
+    found = race.run(2 * len(race.OVERLAPS))
+    shared = {f"{name}: refused": 2 for name in race.OVERLAPS if name != "apart"}
+    assert found["findings"] == [] and found["outcomes"] == {"apart: equal": 2, **shared}
 
 
 def test_odd_arguments_are_refused_or_harmless(caplog):

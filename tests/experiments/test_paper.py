@@ -88,6 +88,7 @@ def test_a_variant_with_the_plan_of_the_default_is_not_trained_again(tiny: str) 
 
 def test_what_is_missing_is_said_at_once(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])  # it runs in another folder
     command = [sys.executable, "-m", "experiments", "paper", "exp2", "--scale", "paper"]
     found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     *lines, last = found.stderr.splitlines()

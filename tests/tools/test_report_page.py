@@ -244,7 +244,11 @@ def test_metrics_are_the_papers_where_there_are_statistics(html: Path, trained: 
     tensors = {tensor["name"]: tensor for tensor in embedded(html.read_text())["tensors"]}
     metrics = tensors["stem.weight"]["metrics"]
     assert metrics["anisotropy"] > 0 and 0.9 < metrics["int8 alignment"] <= 1
-    assert tensors["stem.bias"]["metrics"]["structure residual"] is None
+    assert tensors["a_norm.weight"]["metrics"]["structure residual"] is None  # a vector
+    records = GradientStatistics.load(trained / "net.stats").records
+    sampled = {name for name, record in records.items() if len(record.second)}
+    assert {name for name, tensor in tensors.items() if tensor["metrics"]} == sampled
+    assert "stem.bias" not in sampled  # all samples of its unit are of the weight
     without = content(Sources("plan", plans={"plan": Plan.load(trained / "after.json")}))
     assert all(tensor["metrics"] is None for tensor in without["tensors"])
 

@@ -53,7 +53,8 @@ def _plot(axes: Any, lines: Sequence[Line]) -> list[Point]:
     if ours:
         places = sorted((*_place(line), line.error or 0.0) for line in ours)
         xs, ys, errors = zip(*places)
-        axes.errorbar(xs, ys, yerr=errors, marker="*", markersize=10, color="tab:orange", capsize=2, label="baoc default")
+        stars = {"marker": "*", "markersize": 10, "color": "tab:orange", "label": "baoc default"}
+        axes.errorbar(xs, ys, yerr=errors, capsize=2, **stars)
         axes.legend(fontsize="small")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -80,6 +81,9 @@ def _short(label: str) -> str:
 
     >>> _short("`spectral else colnorm else adamw-32`"), _short("`muon-8 else adamw[m=int8,v=factored]`")
     ('spectral + colnorm', 'muon-8 + adamw[8,factored]')
+    >>> _short("BAOC (paper) 0.5"), _short("baoc default auto")
+    ('paper 0.5', 'auto')
     """
     plain = label.strip("`").removesuffix(" else adamw-32").replace(" else ", " + ")
+    plain = plain.replace("BAOC (paper)", "paper").removeprefix("baoc default ")
     return plain.replace("m=int", "").replace("v=", "")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import pickle
 import json
 import math
+import pickle
 
 import pytest
 import torch

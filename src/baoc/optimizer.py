@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,8 +109,8 @@ class BAOC(BlockOptimizer):
         self._facts = ModelFacts.of(params if isinstance(params, nn.Module) else self._params())
         self._session = self._settings.planner.start(self._params(), self._model())
         self._install(self._starting_plan(), inherit=False)
-        counts = isinstance(params, nn.Module) and self._settings.planner.counts_tokens
-        self._tokens = TokenCounter(cast(nn.Module, params)) if counts else None
+        counts = self._settings.planner.counts_tokens
+        self._tokens = TokenCounter(params) if isinstance(params, nn.Module) and counts else None
         until = ", until the warm-up ends" if self.is_warming_up else ""
         notice(f"{one_line(self.plan)}{until}. print(optimizer.plan) shows it", quiet=not verbose)
 
@@ -136,7 +136,8 @@ class BAOC(BlockOptimizer):
         if self._tokens is not None:
             tokens = self._tokens.stop()
             if ranks := self._current_members().ranks:  # they share the update, so their tokens add up
-                tokens = agreement.total(tokens or 0, ranks[0], self.members()[0].param.device) or None
+                count = torch.tensor(tokens or 0, dtype=torch.int64, device=self.members()[0].param.device)
+                tokens = int(ranks[0].sum(count)) or None
             # where ranks do not answer, their tokens are unknown, and all ranks must make the same plan
             tokens = None if self._peers.exist and not self._peers.answer else self._peers.first(tokens)
             self._facts, self._tokens = self._facts.with_tokens(tokens), None
@@ -145,7 +146,7 @@ class BAOC(BlockOptimizer):
         if self._is_stale:
             self._is_stale = False
             if self.is_warming_up:
-                self._install(self._decided(self._starting_plan), inherit=True, attempt=self._together())
+                self._install(self._peers.decide(self._starting_plan), inherit=True, attempt=self._together())
             else:
                 self._plan_again()
         self._is_ready = True
@@ -211,7 +212,7 @@ class BAOC(BlockOptimizer):
             if planner is not None:
                 self._session = planner.start(self._params(), self._model())
                 self._session.take_over(before[1])
-            plan = self._decided(lambda: self._current_plan(statistics))
+            plan = self._peers.decide(lambda: self._current_plan(statistics))
             self._install(plan, inherit=inherit, attempt=self._together())
         except BaseException:
             self._settings, self._session = before
@@ -307,7 +308,7 @@ class BAOC(BlockOptimizer):
         try:
             # without gradients all ranks come to one plan by themselves, even those that others no longer wait for
             is_shared = self._settings.planner.reads_gradients or not self._steps
-            plan = self._decided(self._current_plan) if is_shared else self._current_plan()
+            plan = self._peers.decide(self._current_plan) if is_shared else self._current_plan()
         except Exception as error:
             self._planned_at, self._failed = self._steps, True
             logger.warning("no plan could be made, so training goes on with the current one: %s", error)
@@ -336,12 +337,6 @@ class BAOC(BlockOptimizer):
     def _current_plan(self, statistics: GradientStatistics | None = None) -> Plan:
         """The plan for what is known now."""
         return self._with_later(self._session.plan(self._params(), self._model(), self._budget(), statistics))
-
-    def _decided(self, make: Callable[[], Plan]) -> Plan:
-        """The plan as the first rank makes it."""
-        if not self._peers.answer:
-            return make()
-        return Plan.from_json(self._peers.decide(lambda: make().to_json()))
 
     def _together(self) -> migrate.Attempt:
         """Return what calls the parts of a change of plans: what fails on one rank fails on all."""
@@ -430,9 +425,8 @@ class BAOC(BlockOptimizer):
             "progress": [f"{self._steps} steps behind it", f"samples: {self._session.nbytes > 0}"],
         }
         self._peers.check_equal(alike)
-        text = self._plan.to_json()
-        self._facts, first = self._peers.first((self._facts, text))
-        self._together()(lambda: first == text or self._install(Plan.from_json(first), inherit=True))
+        self._facts, first = self._peers.first((self._facts, self._plan))
+        self._together()(lambda: first == self._plan or self._install(first, inherit=True))
 
     # ---- checkpoints and copies ----
 
@@ -490,8 +484,10 @@ class BAOC(BlockOptimizer):
             "_session",
             "_tokens",
             "_planned_at",
+            "_failed",
+            "_is_stale",
         )
-        return super().__getstate__() | {name: self.__dict__[name] for name in (*own, "_failed", "_is_stale")}
+        return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
 
 def _assignment(plan: Plan) -> dict[str, tuple[object, ...]]:

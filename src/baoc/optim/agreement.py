@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from baoc.core.plan import PlanError
-from baoc.core.sharding import Ranks
 
 T = TypeVar("T")
 Group = Any  # a torch.distributed.ProcessGroup, or None for all ranks
@@ -165,11 +164,6 @@ class Peers:
         values: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(values, value, group=self._group)
         return values
-
-
-def total(count: int, ranks: Ranks, device: torch.device) -> int:
-    """Return the sum of the counts of all ranks that share parameters on a device."""
-    return int(ranks.sum(torch.tensor(count, dtype=torch.int64, device=device)))
 
 
 def _first_difference(first: Sequence[str], other: Sequence[str]) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import gc
 import json
 import math
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -164,3 +165,12 @@ def test_a_copy_inherits_counts_and_counts_its_own_model(copied, is_first):
     assert counter.stop() == 12 and other.stop() == 17 and again.stop() == 16
     twin(torch.zeros(1, 8))
     assert other.stop() == copied(other).stop() == 17
+
+
+def test_a_compiled_model_gives_no_warning_about_the_hook():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        counter = TokenCounter(model)
+        torch.compile(model, backend="eager")(torch.zeros(5, 8))
+    counter.stop()

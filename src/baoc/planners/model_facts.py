@@ -6,6 +6,7 @@ Nothing here is timed or random, so every process and every rank finds the same.
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -195,6 +196,8 @@ class TokenCounter:
 
     def _start(self) -> None:
         # One hook for all modules of the process, none on the model: copies and scripted models must not have any.
+        # torch warns that such hooks also see the wrapper of a compiled model. It has no weight, so it does not count.
+        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         self._remove = weakref.finalize(self, register_module_forward_hook(self._counts.count).remove)
 
     def stop(self) -> int | None:

@@ -86,12 +86,14 @@ def load_dense(address, offset, mask, FORMAT: tl.constexpr, ALIGNED: tl.constexp
 
 @triton.jit
 def store_dense(address, offset, mask, value, noise, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Store state. bf16 rounds up where the noise carries into the upper half."""
+    """Store state and return what was stored. bf16 rounds up where the noise carries into the upper half."""
     if FORMAT == "bf16":
         half = (bits_of(value) + noise) >> 16
         tl.store(pointer(address, tl.int16, ALIGNED) + offset, half.to(tl.int16), mask=mask)
+        return float_of(half << 16)
     else:
         tl.store(pointer(address, tl.float32, ALIGNED) + offset, value, mask=mask)
+        return value
 
 
 @triton.jit

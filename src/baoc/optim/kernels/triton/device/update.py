@@ -3,11 +3,7 @@
 import triton
 import triton.language as tl
 
-from baoc.optim.kernels.triton.device.formats import (
-    load_dense,
-    noise_at,
-    store_nearest,
-)
+from baoc.optim.kernels.triton.device.formats import load_dense, noise_at, store_nearest
 from baoc.optim.kernels.triton.device.tile import (
     COUPLED_DECAY,
     FIRST_ELEMENT_AT,
@@ -101,10 +97,8 @@ def _update_tile(
         m = advanced_m(tensor, own, seen, row, part, parts, row_len, offset, inside, mask, M, ALIGNED)
     if V != "none":
         v = advanced_v(tensor, own, seen, col_mean, row, part, parts, row_len, offset, inside, mask, V, ALIGNED)
-    direction = direction_of(own, seen, m, v, MECHANISM)
-    if MECHANISM != "move":
-        _store_slots(tensor, own, seen, m, v, row, part, parts, row_len, offset, inside, mask, M, V, ALIGNED)
 
+    direction = direction_of(own, seen, m, v, MECHANISM)
     if NORMS == "row" or NORMS == "both":
         direction = direction * row_number(tensor, row, inside, "fp32")
     if NORMS == "col" or NORMS == "both":
@@ -119,6 +113,8 @@ def _update_tile(
         store_nearest(tl.load(tensor + PARAM_AT), offset, mask, moved, PARAM, ALIGNED)
     else:
         store_nearest(tl.load(tensor + PARAM_AT), offset, mask, direction, PARAM, ALIGNED)
+    if MECHANISM != "move":  # last, so that no register holds the parameter or the direction while groups are scaled
+        _store_slots(tensor, own, seen, m, v, row, part, parts, row_len, offset, inside, mask, M, V, ALIGNED)
 
 
 @triton.jit

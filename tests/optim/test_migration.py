@@ -73,7 +73,7 @@ def test_state_takes_the_new_layout_and_ages_stay_with_their_slots(old):
             known = {s.name for s in old.slots}
             inferred = averages and ((slot.name in "vs" and "m" in known) or (slot.name == "s" and "v" in known))
             late = slot.name == "m" and averages and isinstance(old.mechanism, Normalised)
-            late_age = 201 if isinstance(new.mechanism, Muon) else 4
+            late_age = 145 if isinstance(new.mechanism, Muon) else 4
             assert int(state[f"{slot.name}.age"]) == (7 if inherited or inferred else late_age if late else 2)
 
 

@@ -98,6 +98,8 @@ def odd_argument(group: str, draw: random.Random) -> str:
         return "refused"
     try:
         _train(models[0], first, range(3))
+        if not all(param.isfinite().all() for param in models[0].parameters()):
+            return "diverged"  # such as eps=0 where gradients are zero: as in torch, and nothing to resume
         file = io.BytesIO()
         torch.save({"model": models[0].state_dict(), "optimizer": first.state_dict()}, file)
         saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)

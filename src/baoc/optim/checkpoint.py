@@ -315,8 +315,8 @@ def _fitted(member: Member, configuration: Configuration, state: ParamState) -> 
         problem = stored.problem(stored.held_in(fitted))
         if problem:
             raise CheckpointError(
-                f"the checkpoint's {stored.slot.name!r} of parameter {member.name!r} has {problem}: it is damaged. "
-                "Load another one, or start without state."
+                f"the checkpoint's {stored.slot.name!r} of parameter {member.name!r} has {problem}: it is damaged, or "
+                "training had diverged when it was saved. Load another one, or start without state."
             )
     buffers = {key: buffer for key, buffer in layout.buffers.items() if buffer.name != "age"}
     return fitted | {key: member.place.wrap(fitted[key], buffer) for key, buffer in buffers.items()}

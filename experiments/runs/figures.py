@@ -83,6 +83,8 @@ def _trade_off(axes: Any, lines: Sequence[Line]) -> list[Colored]:
     axes.patch.set_visible(False)
     low, high = _limits(lines, "test")
     least, most = _limits(lines, "loss")
+    states = [state.mean for line in lines if (state := _of("state", line)) is not None]
+    floor = min((state for state in states if state), default=1.0) / 3  # where no state is shown: the axis has no zero
     points: list[Colored] = []
     for line in lines:
         state, score, loss, seconds = (_of(name, line) for name in ("state", "test", "loss", "time"))
@@ -91,8 +93,10 @@ def _trade_off(axes: Any, lines: Sequence[Line]) -> list[Colored]:
         size = 11 if marker == "*" else 7
         inside = min(max(score.mean, low), high)
         beyond = "" if inside == score.mean else f" ({score.mean:.3g})"
+        beyond += "" if state.mean else ", no state"
+        x = max(state.mean, floor)
         axes.errorbar(
-            [state.mean],
+            [x],
             [inside],
             yerr=[[min(score.std or 0.0, inside - low)], [min(score.std or 0.0, high - inside)]],
             marker=marker,
@@ -105,8 +109,8 @@ def _trade_off(axes: Any, lines: Sequence[Line]) -> list[Colored]:
         )
         if loss is not None:
             inner = min(max(loss.mean, least), most)
-            other.plot([state.mean], [inner], marker, ms=size, color=color, markerfacecolor="none", clip_on=False)
-        points.append(((state.mean, inside, f"{_seconds(seconds.mean)}{beyond}"), color))
+            other.plot([x], [inner], marker, ms=size, color=color, markerfacecolor="none", clip_on=False)
+        points.append(((x, inside, f"{_seconds(seconds.mean)}{beyond}"), color))
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))

@@ -51,9 +51,11 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.Complet
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sdist")
+    folder, copied = tmp_path_factory.mktemp("sdist"), tmp_path_factory.mktemp("source") / "baoc"
+    # A build leaves files beside the sources, where another process may be building too.
+    shutil.copytree(ROOT, copied, ignore=shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "results"))
     build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    run(sys.executable, "-c", build, folder, cwd=ROOT)
+    run(sys.executable, "-c", build, folder, cwd=copied)
     [found] = folder.iterdir()
     return found
 

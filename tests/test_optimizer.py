@@ -127,7 +127,7 @@ def test_tokens_change_the_plan_once_before_state_has_content(use_closure, monke
     """Few tokens make matrix rules too slow for the time budget."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-    optimizer = make(model, EffectPlanner(time=1.3), memory=0.3)
+    optimizer = make(model, EffectPlanner(time=1.3, regime="scratch"), memory=0.3)
     changes = []
     change_plan = BAOC._change_plan
 
@@ -143,7 +143,7 @@ def test_tokens_change_the_plan_once_before_state_has_content(use_closure, monke
         loss.backward()
         return loss
 
-    expected = make(model, EffectPlanner(time=1.3, tokens=3), memory=0.3).plan
+    expected = make(model, EffectPlanner(time=1.3, tokens=3, regime="scratch"), memory=0.3).plan
     changes.clear()
     for _ in range(3):
         if use_closure:

@@ -1,15 +1,20 @@
-"""The effect table that ships with the package, from the runs of the ablation.
+r"""The effect table that ships with the package, from the runs of the ablation and of the zoo.
 
-    python -m experiments.ablation.table docs/results/ablation --output src/baoc/planners/effects.json
+    python -m experiments.ablation.table docs/results/ablation --zoo docs/results/zoo \
+        --output src/baoc/planners/effects.json
 
 Embeddings and heads count with what they did beside hidden weights that have Muon, where such runs are there: that is
 where plans put them, and there they matter more. Of runs of different lengths the longest count. Workloads that are
 kept for checks do not.
+
+The zoo has what the ablation does not: models without normalization layers (the regime "general") and real pretrained
+weights. A ratio of scores counts as its logarithm, and as a factor of e at most: one task of many must not decide.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,16 +26,20 @@ from baoc.planners.effect_table import EffectTable
 from experiments.ablation.catalog import CONFIGURATIONS, SETTINGS, Setting
 from experiments.ablation.effects import Effect, Effects
 from experiments.runs import Row, Store
+from experiments.zoo.training import BUDGETED, FLOOR, REFERENCE
 
 ROLES = {"embedding": Role.EMBEDDING, "head": Role.HEAD}
 _REGIMES = {"scratch": "scratch", "fine-tuning": "finetune"}
 _BESIDE_MUON = "hidden=muon-8; "
 _ADAFACTOR = "adafactor"
+_ANY_MATRIX = (64, 64)
 
 
-def table(rows: Iterable[Row], settings: Sequence[Setting] = SETTINGS, provenance: str = "") -> EffectTable:
-    """What the runs of the settings that are fitted say."""
-    return table_of(differences(rows, settings), provenance)
+def table(
+    rows: Iterable[Row], zoo: Iterable[Row] = (), settings: Sequence[Setting] = SETTINGS, provenance: str = ""
+) -> EffectTable:
+    """What the runs of the settings that are fitted, and of the zoo, say."""
+    return table_of([*differences(rows, settings), *zoo_differences(zoo)], provenance)
 
 
 def differences(rows: Iterable[Row], settings: Sequence[Setting] = SETTINGS) -> Iterator[Difference]:
@@ -51,6 +60,19 @@ def differences(rows: Iterable[Row], settings: Sequence[Setting] = SETTINGS) -> 
             yield Difference(_REGIMES[setting.regime], _role(setting, place), parse(name), workload, percent)
 
 
+def zoo_differences(rows: Iterable[Row]) -> Iterator[Difference]:
+    """One for each task and configuration, filed under the role with the most elements."""
+    rows = list(rows)
+    reference = {row["key"]: row["score"] for row in rows if row["method"] == REFERENCE}
+    for row in rows:
+        if row["method"] == REFERENCE or row["method"].startswith(BUDGETED) or row["error"]:
+            continue
+        role, base = Role(row["role"]), reference[row["key"].replace(row["method"], REFERENCE)]
+        ratio = math.inf if row["score"] is None else max(row["score"], FLOOR) / max(base, FLOOR)
+        percent = 100 * max(-0.2, min(0.2, math.log(ratio)))
+        yield Difference(row["regime"], role, parse(row["method"]).suited(_ANY_MATRIX, role), row["task"], percent)
+
+
 def _role(setting: Setting, place: str) -> Role:
     """Hidden weights are convolutions where most of them are."""
     if place == "hidden":
@@ -62,13 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", metavar="DIR", type=Path, help="OUTPUT of `python -m experiments ablation`")
+    parser.add_argument("--zoo", metavar="DIR", type=Path, required=True, help="OUTPUT of `python -m experiments zoo`")
     parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="where the table goes")
     args = parser.parse_args(argv)
     rows = Store(args.runs, must_exist=True).rows
-    command = f"python -m experiments.ablation.table {args.runs} --output {args.output}"
-    made = table(rows, provenance=f"{command}; {len(rows)} runs of `python -m experiments ablation`")
+    zoo = Store(args.zoo, must_exist=True).rows
+    command = f"python -m experiments.ablation.table {args.runs} --zoo {args.zoo} --output {args.output}"
+    made = table(rows, zoo, provenance=f"{command}; {len(rows)} runs of the ablation, {len(zoo)} of the zoo")
     made.save(args.output)
-    print(f"saved {args.output}, from {len(rows)} runs")
+    print(f"saved {args.output}, from {len(rows)} runs of the ablation and {len(zoo)} of the zoo")
     return 0
 
 

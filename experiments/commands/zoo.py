@@ -34,6 +34,14 @@ def register(commands: common.Commands) -> None:
     parser.add_argument(
         "--budget", action="append", choices=zoo.BUDGETS, default=[], help="repeatable (default: all of them)"
     )
+    parser.add_argument(
+        "--configuration",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="such as adamw-8: also train each task with it on all weights, with one seed; repeatable",
+    )
+    parser.add_argument("--best-lr-only", action="store_true", help="leave out a third and three times of the best lr")
     parser.add_argument("--seeds", metavar="N", type=count, default=3, help="how many (default: %(default)s)")
     parser.add_argument(
         "--models",
@@ -62,9 +70,12 @@ def run(args: argparse.Namespace) -> None:
             names = ", ".join(task.name for task in absent)
             print(f"left out: {names}, whose weights are not there. Give --models or {zoo.FOLDER}.", file=sys.stderr)
         present = [task for task in tasks if task not in absent]
-        zoo.train(present, args.budget or zoo.BUDGETS, args.seeds, args.output, args.jobs)
+        budgets, factors = args.budget or zoo.BUDGETS, (0,) if args.best_lr_only else zoo.BESIDE
+        zoo.train(present, budgets, args.seeds, args.output, args.jobs, args.configuration, factors)
     words = [word for name in args.task for word in ("--task", name)]
     words += [word for budget in args.budget for word in ("--budget", budget)]
+    words += [word for name in args.configuration for word in ("--configuration", name)]
+    words += ["--best-lr-only"] if args.best_lr_only else []
     words += ["--seeds", str(args.seeds), "--output", str(args.output)]
     print(f"saved {zoo.write(tasks, args.seeds, args.output, ['python', '-m', 'experiments', 'zoo', *words])}")
 

@@ -13,16 +13,24 @@ from experiments.runs.page import write_page
 from experiments.zoo import page, running
 from experiments.zoo.catalog import TASKS
 from experiments.zoo.pretrained import FOLDER, missing
-from experiments.zoo.running import BUDGETS
+from experiments.zoo.running import BESIDE, BUDGETS
 from experiments.zoo.task import Problem, Task, task
 
-__all__ = ["BUDGETS", "FOLDER", "TASKS", "Problem", "Task", "missing", "task", "train", "write"]
+__all__ = ["BESIDE", "BUDGETS", "FOLDER", "TASKS", "Problem", "Task", "missing", "task", "train", "write"]
 
 
-def train(tasks: Sequence[Task], budgets: Sequence[str], seeds: int, folder: Path, workers: int = 1) -> None:
-    """Train what is missing."""
+def train(
+    tasks: Sequence[Task],
+    budgets: Sequence[str],
+    seeds: int,
+    folder: Path,
+    workers: int = 1,
+    configurations: Sequence[str] = (),
+    factors: Sequence[int] = BESIDE,
+) -> None:
+    """Train what is missing: see :func:`experiments.zoo.running.run`."""
     with Store(folder).writing("zoo") as store:
-        running.run(tasks, budgets, seeds, store, workers)
+        running.run(tasks, budgets, seeds, store, workers, configurations, factors)
 
 
 def write(tasks: Sequence[Task], seeds: int, folder: Path, command: Sequence[str]) -> Path:

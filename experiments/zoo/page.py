@@ -15,13 +15,13 @@ from experiments.runs.page import estimate
 from experiments.zoo.results import PERCENT, RATIO, Comparison, Results
 from experiments.zoo.running import BESIDE, BUDGETS
 from experiments.zoo.task import Task
-from experiments.zoo.training import EVALUATIONS, FACTOR, FLOOR, REFERENCE, mean
+from experiments.zoo.training import BUDGETED, EVALUATIONS, FACTOR, FLOOR, REFERENCE, mean
 
 ABOUT = """\
 {count} small tasks of the kinds that people train, {seeds}. AdamW32 is `torch.optim.AdamW` at the best of at least five
-learning rates, a factor of {factor:g} apart; the grid is extended while the best is at an edge. BAOC replaces it in one
-line, at that learning rate, at a third and at three times of it, and is compared with AdamW32 at the same learning
-rate, seed by seed: runs of one seed begin with the same weights and see the same batches.
+learning rates, a factor of {factor:g} apart, tried with the first seed; the grid is extended while the best is at an
+edge. BAOC replaces it in one line, at that learning rate, at a third and at three times of it, and is compared with
+AdamW32 at the same learning rate, seed by seed: runs of one seed begin with the same weights and see the same batches.
 
 A score is a loss on fixed held-out data or the objective itself, the mean of {evaluations} evaluations in the last
 tenth of a run. A budget **loses** if its score is worse by more than {percent:g}% and by more than two standard errors,
@@ -75,13 +75,13 @@ def told(found: Comparison | None, *, decades: bool) -> str:
 def text(tasks: Sequence[Task], rows: Sequence[Row], seeds: int, command: Sequence[str]) -> str:
     """Return the page of what is there, without what is written by hand."""
     results = Results(rows)
-    trained = [task for task in tasks if results.best_rung(task, seeds) is not None]
+    trained = [task for task in tasks if results.best_rung(task) is not None]
     entries = [
         Entry(task, budget, factor, found)
         for budget in BUDGETS
         for factor in BESIDE
         for task in trained
-        if (found := results.comparison(task, budget, seeds, factor)) is not None
+        if (found := results.comparison(task, f"{BUDGETED}{budget}", seeds, factor)) is not None
     ]
     about = ABOUT.format(
         count=len(trained),
@@ -130,10 +130,12 @@ def _details(tasks: Sequence[Task], results: Results, seeds: int) -> list[str]:
     header = ["Task", "AdamW32", *(f"{budget}{_mark(factor)}" for budget in BUDGETS for factor in BESIDE)]
     cells = []
     for task in tasks:
-        best = results.best_rung(task, seeds)
+        best = results.best_rung(task)
         assert best is not None
         score = mean(list(results.scores(task, REFERENCE, best, seeds).values()), task.decades)
-        found = (results.comparison(task, budget, seeds, factor) for budget in BUDGETS for factor in BESIDE)
+        found = (
+            results.comparison(task, f"{BUDGETED}{budget}", seeds, factor) for budget in BUDGETS for factor in BESIDE
+        )
         cells.append([task.name, f"{score:.4g}", *(told(one, decades=task.decades) for one in found)])
     about = f"Each budget at {AT[0]}, at {AT[-1]} (/3) and at {AT[1]} (x3). Losses are bold."
     return ["## Every task", "", about, "", *markdown.table(header, cells, numbers=True)]
@@ -143,7 +145,7 @@ def _tasks(tasks: Sequence[Task], results: Results, seeds: int) -> list[str]:
     header = ["Task", "What it is", "Parameters", "Steps", "Schedule", "AdamW32's lr", "Seconds"]
     cells = []
     for task in tasks:
-        best = results.best_rung(task, seeds)
+        best = results.best_rung(task)
         assert best is not None
         rows = results.rows_of(task, REFERENCE, best, seeds)
         seconds = estimate([statistics.fmean(row["seconds"] for row in rows)], ".1f")

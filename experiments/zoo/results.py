@@ -10,7 +10,7 @@ from typing import Literal
 
 from experiments.runs import Row
 from experiments.zoo.task import Task
-from experiments.zoo.training import FLOOR, REFERENCE, Run, mean
+from experiments.zoo.training import FLOOR, REFERENCE, Run
 
 PERCENT, RATIO = 2.0, 1.5
 """A budget is worse if its loss is by more than so many percent, or so many times where losses span decades."""
@@ -36,34 +36,31 @@ class Results:
         rows = [row for row in self.rows_of(task, method, rung, seeds) if not row["error"]]
         return {row["seed"]: math.inf if row["score"] is None else row["score"] for row in rows}
 
-    def best_rung(self, task: Task, seeds: int, grid: Sequence[int] = range(-9, 10)) -> int | None:
-        """Return AdamW32's best learning rate by the mean of its seeds; None if there is none yet."""
-        tried = {rung: self.scores(task, REFERENCE, rung, seeds) for rung in grid}
-        most = max(map(len, tried.values()), default=0)
-        means = {rung: mean(list(s.values()), task.decades) for rung, s in tried.items() if s and len(s) == most}
-        best = min(means, key=means.__getitem__, default=None)
-        return None if best is None or math.isinf(means[best]) else best
+    def best_rung(self, task: Task, grid: Sequence[int] = range(-9, 10)) -> int | None:
+        """Return the learning rate that is best for AdamW32 with the first seed; None if there is none yet."""
+        tried = {rung: self.scores(task, REFERENCE, rung, seeds=1).get(0, math.inf) for rung in grid}
+        best = min(tried, key=tried.__getitem__, default=None)
+        return None if best is None or math.isinf(tried[best]) else best
 
-    def wider(self, task: Task, seeds: int, grid: tuple[int, ...]) -> tuple[int, ...]:
+    def wider(self, task: Task, grid: tuple[int, ...]) -> tuple[int, ...]:
         """Return a grid with one rung more beyond the best, if that is at an edge."""
-        best = self.best_rung(task, seeds, grid)
+        best = self.best_rung(task, grid)
         low = (min(grid) - 1,) if best == min(grid) else ()
         high = (max(grid) + 1,) if best == max(grid) else ()
         return (*low, *grid, *high)
 
-    def comparison(self, task: Task, budget: str, seeds: int, factor: int = 0) -> Comparison | None:
-        """Compare a budget with AdamW32 at the same learning rate; None if there are no runs.
+    def comparison(self, task: Task, method: str, seeds: int, factor: int = 0) -> Comparison | None:
+        """Compare a method with AdamW32 at the same learning rate; None if there are no runs.
 
         Args:
             task: of the zoo.
-            budget: as in the names of methods.
+            method: as in the keys of runs.
             seeds: how many.
             factor: rungs from AdamW32's best learning rate.
         """
-        best = self.best_rung(task, seeds)
+        best = self.best_rung(task)
         if best is None:
             return None
-        method = f"baoc@{budget}"
         if any(row["error"] for row in self.rows_of(task, method, best + factor, seeds)):
             return Comparison("no plan", math.nan, math.nan)
         ours, theirs = (self.scores(task, name, best + factor, seeds) for name in (method, REFERENCE))

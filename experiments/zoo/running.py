@@ -1,4 +1,7 @@
-"""The order of the runs: AdamW32's learning rates first, then every budget at the best one, then beside it."""
+"""The order of the runs: AdamW32's learning rates first, then every budget at the best one, then beside it.
+
+Learning rates are tried with the first seed. All seeds run at the best one, at a third and at three times of it.
+"""
 
 from __future__ import annotations
 
@@ -29,24 +32,34 @@ def run(
     seeds: int,
     store: Store,
     workers: int = 1,
+    configurations: Sequence[str] = (),
+    factors: Sequence[int] = BESIDE,
     stream: TextIO | None = None,
 ) -> None:
-    """Train what is missing. The store is open for writing; only this process writes to it."""
+    """Train what is missing. The store is open for writing; only this process writes to it.
+
+    Args:
+        tasks: of the zoo.
+        budgets: of BAOC.
+        seeds: how many.
+        store: where finished runs are.
+        workers: how many processes.
+        configurations: to run with the first seed, each on all weights of a model.
+        factors: learning rates in rungs from AdamW32's best.
+        stream: where progress goes.
+    """
     stream = stream or sys.stderr
     grids = dict.fromkeys(tasks, GRID)
     for _ in range(1 + MOST_BEYOND):
-        tries = [
-            Run(task.name, REFERENCE, seed, rung)
-            for task, grid in grids.items()
-            for rung in grid
-            for seed in range(seeds)
-        ]
+        tries = [Run(task.name, REFERENCE, 0, rung) for task, grid in grids.items() for rung in grid]
         _train_missing(tries, store, workers, stream)
         results = Results(store.rows)
-        grids = {task: results.wider(task, seeds, grid) for task, grid in grids.items()}
+        grids = {task: results.wider(task, grid) for task, grid in grids.items()}
     results = Results(store.rows)
-    best = {task: rung for task in tasks if (rung := results.best_rung(task, seeds)) is not None}
-    for factor in BESIDE:
+    best = {task: rung for task in tasks if (rung := results.best_rung(task)) is not None}
+    single = [Run(task.name, method, 0, rung) for task, rung in best.items() for method in configurations]
+    _train_missing(single, store, workers, stream)
+    for factor in factors:
         ours = [
             Run(task.name, method, seed, rung + factor)
             for seed in range(seeds)

@@ -13,13 +13,16 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import baoc
-from baoc import BAOC
+from baoc import BAOC, BlockOptimizer, parse
 from baoc.core.plan import PlanError
+from baoc.core.roles import Role
+from baoc.planners.effect_table import elements
+from baoc.planners.model_facts import ModelFacts
 from experiments.runs import Row
 from experiments.zoo.catalog import TASKS
 from experiments.zoo.task import Problem, Task
 
-REFERENCE = "adamw32"
+REFERENCE, BUDGETED = "adamw32", "baoc@"
 FACTOR = 3.0
 """Between neighbouring learning rates."""
 FLOOR = 1e-12
@@ -38,7 +41,7 @@ class Run:
 
     task: str
     method: str
-    """``adamw32``, or ``baoc@`` with a budget."""
+    """``adamw32``, ``baoc@`` with a budget, or a configuration for all weights."""
     seed: int
     rung: int
     """The learning rate is the task's times three to the power of this."""
@@ -64,6 +67,7 @@ def train(run: Run) -> Row:
     torch.manual_seed(run.seed)
     problem = task.build(run.seed)
     row["parameters"] = sum(parameter.numel() for parameter in _parameters(problem))
+    row |= _facts(problem)
     try:
         optimizer = _optimizer(run, task, problem)
     except PlanError as error:
@@ -72,15 +76,29 @@ def train(run: Run) -> Row:
     row["score"] = _trained(task, problem, optimizer, seed=run.seed)
     row["seconds"] = round(time.process_time() - started, 3)
     row["state_bytes"] = baoc.state_bytes(optimizer)
+    if isinstance(optimizer, BAOC):
+        row["plan"] = {block.name: block.configuration.alias for block in optimizer.plan.blocks}
     return row
 
 
 def _optimizer(run: Run, task: Task, problem: Problem) -> torch.optim.Optimizer:
     if run.method == REFERENCE:
         return torch.optim.AdamW(_parameters(problem), lr=run.lr, weight_decay=task.weight_decay)
-    share = run.method.removeprefix("baoc@")
+    if not run.method.startswith(BUDGETED):
+        return BlockOptimizer(problem.params, lr=run.lr, weight_decay=task.weight_decay, plan=parse(run.method))
+    share = run.method.removeprefix(BUDGETED)
     memory = share if share == "auto" else float(share)
     return BAOC(problem.params, lr=run.lr, weight_decay=task.weight_decay, memory=memory, verbose=False)
+
+
+def _facts(problem: Problem) -> Row:
+    """What an effect table files a task under: its regime, and the role with the most elements."""
+    params = problem.params
+    named = params if isinstance(params, nn.Module) else {f"0.{i}": param for i, param in enumerate(params)}
+    facts = ModelFacts.of(named)
+    numel = elements((facts.role(name), math.prod(shape)) for name, shape in facts.shapes.items())
+    role = max((Role.MATRIX, Role.EMBEDDING, Role.HEAD), key=numel.__getitem__)
+    return {"regime": facts.regime, "role": role.value}
 
 
 def _parameters(problem: Problem) -> list[nn.Parameter]:

@@ -43,7 +43,19 @@ def test_promised_bytes_do_not_depend_on_the_parameter(configuration):
 def test_small_tensors_keep_fp32_state(configuration):
     layout = configuration.layout((63, 65))
     assert math.prod((63, 65)) == SMALL_NUMEL - 1
-    assert {buffer.dtype for buffer in layout.buffers.values()} <= {torch.float32}
+    exact = {
+        key
+        for stored in layout.formats
+        if configuration.codec(stored.slot.name).name != "int8-any"
+        for _, key in stored.keys
+    }
+    assert {layout.buffers[key].dtype for key in exact} <= {torch.float32}
+
+
+def test_int8_any_quantizes_matrices_of_any_size():
+    for codec, size in (("int8", 4), ("int8-any", 1)):
+        (codes, *_) = parse(f"muon[m={codec}]").layout((16, 32)).formats[0].buffers
+        assert codes.nbytes == size * 16 * 32
 
 
 @pytest.mark.parametrize(**by_configuration)

@@ -12,11 +12,12 @@ from baoc import EffectPlanner, make_plan, parse
 from baoc.core.roles import Role
 from baoc.planners.effect_fit import LADDERS, Difference, completed, table_of
 from baoc.planners.effect_table import Effect, EffectTable, TableError
+from baoc.planners.model_facts import REGIMES
 
 
-def test_the_table_that_ships_knows_both_regimes_and_where_it_comes_from():
+def test_the_table_that_ships_knows_all_regimes_and_where_it_comes_from():
     table = EffectTable.load()
-    assert set(table.effects) == {"scratch", "finetune"} and "python -m experiments" in table.provenance
+    assert set(table.effects) == set(REGIMES) and "python -m experiments" in table.provenance
     for roles in table.effects.values():
         assert {Role.MATRIX, Role.EMBEDDING} <= set(roles)
         assert all(parse("adamw-32") in known for known in roles.values())

@@ -106,7 +106,12 @@ def test_a_table_that_learns_faster_moves_further() -> None:
         model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10))
         before = model[0].weight.detach().clone()
         optimizer = BAOC(
-            model, lr=1e-3, weight_decay=0.0, memory=0.25, verbose=False, planner=EffectPlanner(**settings)
+            model,
+            lr=1e-3,
+            weight_decay=0.0,
+            memory=0.25,
+            verbose=False,
+            planner=EffectPlanner(regime="scratch", **settings),
         )
         model(torch.arange(WORDS)).square().mean().backward()
         optimizer.step()

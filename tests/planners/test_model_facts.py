@@ -44,13 +44,25 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 def test_trained_weights_are_told_from_fresh_ones() -> None:
     model = Net()
-    assert ModelFacts.of(model).regime == "scratch" == ModelFacts.of(nn.Linear(64, 64)).regime
+    assert ModelFacts.of(model).regime == "scratch"
     train(model, BlockOptimizer(model, lr=1e-2), 30)
     assert ModelFacts.of(model).regime == "finetune"
     plan = BAOC(model, verbose=False).plan
     assert plan.settings["regime"] == "finetune" and "in fine-tuning" in str(plan)
     forced = BAOC(model, planner=EffectPlanner(regime="scratch"), verbose=False).plan
     assert forced.settings["regime"] == "scratch"
+
+
+def test_a_model_without_normalization_layers_is_a_regime_of_its_own() -> None:
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    bare = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64, elementwise_affine=False), nn.Linear(64, 64))
+    weight_norm = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)), nn.Linear(64, 64))
+    assert [ModelFacts.of(each).regime for each in (plain, bare, weight_norm)] == ["general", "scratch", "general"]
+    for model, regime in ((plain, "general"), (Net(), "scratch")):  # also by name, and without names
+        assert ModelFacts.of(dict(model.named_parameters())).regime == regime
+        assert ModelFacts.of({f"0.{i}": param for i, param in enumerate(model.parameters())}).regime == regime
+    plan = BAOC(plain, verbose=False).plan
+    assert {block.configuration.alias for block in plan.blocks} == {"adamw-32"} and "no norm layers" in str(plan)
 
 
 def test_weights_on_the_meta_device_are_new() -> None:

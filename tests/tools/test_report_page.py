@@ -69,7 +69,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if step == 5:
                 optimizer.plan.save(folder / "before.json")
             if step == 8:
-                optimizer.replan(memory=0.2)
+                optimizer.replan(memory=0.1)
             log.step(step, float("nan") if step == 7 else loss.item())
         log.event(12, "the end </script><b>")
     collector.statistics().save(folder / "net.stats")

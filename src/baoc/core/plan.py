@@ -20,6 +20,12 @@ __all__ = ["FORMAT", "VERSION", "Block", "Plan", "PlanError", "one_line"]
 
 FORMAT = "baoc.plan"
 VERSION = 1
+REGIME_TEXTS = {
+    "scratch": "from scratch",
+    "finetune": "in fine-tuning",
+    "general": "no norm layers",
+}
+"""What plans say about the kind of training that their effects were measured for."""
 _NAMED = 3  # configurations in one line
 
 
@@ -406,10 +412,10 @@ class Plan:
             tokens = self.settings.get("tokens")
             lines.append(f"step time: about {time:.2f}x AdamW16's at {tokens} tokens per step (estimate)")
         if "expected_loss" in self.settings:
-            start = {"scratch": "from scratch", "finetune": "in fine-tuning"}.get(self.settings.get("regime", ""), "")
+            regime = REGIME_TEXTS.get(self.settings.get("regime", ""), "")
             runs = self.settings.get("expected_from_runs", 0)
             loss = _percent(self.settings["expected_loss"])
-            lines.append(f"predicted: {loss} loss against AdamW32, {start}, from {runs} ablation runs")
+            lines.append(f"predicted: {loss} loss against AdamW32, {regime}, from {runs} runs")
             notes = []
             if (spread := self.settings.get("expected_spread", 0.0)) >= 0.05:
                 notes.append(f"± {spread:.1f} points between workloads")

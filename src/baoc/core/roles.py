@@ -142,6 +142,11 @@ def roles_by_name(shapes: Mapping[str, Shape]) -> dict[str, Role]:
     return {name: role_of(shape, name) for name, shape in shapes.items()}
 
 
+def has_letters(name: str) -> bool:
+    """Return whether a parameter has a name, not only numbers: ``"0.3"`` is the fourth of the first param group."""
+    return _LETTER.search(name) is not None
+
+
 def roles_by_place(shapes: Mapping[str, Shape]) -> dict[str, Role]:
     """Return the role of every parameter of a whole model whose parameters may have numbers for names.
 
@@ -161,7 +166,7 @@ def roles_by_place(shapes: Mapping[str, Shape]) -> dict[str, Role]:
     """
     roles = roles_by_name(shapes)
     matrices = [name for name, role in roles.items() if role is Role.MATRIX]
-    if any(_LETTER.search(name) for name in shapes) or len(matrices) < 3:
+    if any(map(has_letters, shapes)) or len(matrices) < 3:
         return roles
     long = {name: Role.EMBEDDING for name in matrices if max(shapes[name]) >= _LONG * max(1, min(shapes[name]))}
     return {**roles, **long, matrices[0]: Role.EMBEDDING, matrices[-1]: Role.HEAD}

@@ -17,15 +17,23 @@ from baoc.planners.effect_table import Effect, EffectTable
 
 LADDERS: tuple[tuple[str, ...], ...] = (
     ("adamw-32", "adamw-16", "adamw-8", "adamw[m=int8,v=factored]", "adamw[m=int4,v=factored]", "colnorm"),
+    ("adamw-32", "adamw[m=int8-any,v=int8-any]", "adamw[m=int8-any,v=factored]", "adamw[m=int4,v=factored]"),
     ("adamw-32", "adamw[m=int8,v=row-mean]", "adamw[m=int4,v=row-mean]"),
-    ("muon-32", "muon-16", "muon-8", "muon-4", "spectral"),
+    ("muon-32", "muon-16", "muon-8", "muon[m=int8-any]", "muon-4", "spectral"),
     ("normuon-32", "normuon-16", "normuon-8", "normuon-4"),
 )
 """In each, a configuration holds more state of the same kind than the next one."""
 LOSS_REFERENCE = "adamw-32"
+_ANY_SIZE = {
+    "adamw-8": "adamw[m=int8-any,v=int8-any]",
+    "adamw[m=int8,v=factored]": "adamw[m=int8-any,v=factored]",
+    "muon-8": "muon[m=int8-any]",
+}
 DERIVED = {
     "adamw-16": LOSS_REFERENCE,
     **{f"{name}-{bits}": f"{name}-8" for name in ("muon", "normuon") for bits in (32, 16)},
+    **_ANY_SIZE,
+    **{any_size: large for large, any_size in _ANY_SIZE.items()},
 }
 """Configurations that need not be run, and the ones whose effect they have."""
 STEP = 0.002

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baoc.core.configuration import CATALOG, EXTENDED, Configuration
-from baoc.core.plan import Block, Plan, PlanError
+from baoc.core.plan import REGIME_TEXTS, Block, Plan, PlanError
 from baoc.core.roles import Role, layer_of
 from baoc.core.spec import Shape
 from baoc.core.text import human_bytes
@@ -61,7 +61,7 @@ class EffectProblem:
         self.table = EffectTable.load(planner.table)
         self.regime = model.regime if planner.regime == AUTO else planner.regime
         self.tokens = planner.tokens or model.tokens or TOKENS
-        self.candidates = self.table.candidates if planner.candidates is None else _parsed(planner.candidates)
+        self.candidates = _distinct(self.table, model) if planner.candidates is None else _parsed(planner.candidates)
         self.reference_bytes = model.reference_bytes(per_rank=per_rank)
         self._per_rank = per_rank
         self._rows = model.rows if per_rank else {}
@@ -213,7 +213,7 @@ class EffectProblem:
         totals = {c: sum(self._loss(name, c) for name in self._members[index]) for c in self._allowed(index)}
         best = min(totals, key=totals.__getitem__)
         if totals[choice] <= totals[best]:
-            return "least predicted loss"
+            return f"least predicted loss ({REGIME_TEXTS[self.regime]})"
         less = f"{totals[choice] - totals[best]:.2f}%"
         if totals[choice] - totals[best] <= self.planner.tolerance:
             return f"as good as {self.candidates[best].alias} within {self.planner.tolerance:g}%, in fewer bytes"
@@ -376,6 +376,16 @@ class EffectProblem:
             f"no plan fits memory={what}: the smallest needs {needed} B, {share:.2f}% of AdamW16's state "
             f"({human_bytes(needed)}; you gave {human_bytes(given)}).{hint}"
         )
+
+
+def _distinct(table: EffectTable, model: ModelFacts) -> tuple[Configuration, ...]:
+    """Return the table's configurations, without those that would store every tensor of a model as another one does."""
+    shapes = dict.fromkeys(model.shapes.values())
+    found: dict[Any, Configuration] = {}
+    for each in table.candidates:
+        formats = tuple(each.layout(shape).formats for shape in shapes)
+        found.setdefault((each.mechanism_name, formats), each)
+    return tuple(found.values())
 
 
 def _parsed(candidates: Sequence[Configuration | str]) -> tuple[Configuration, ...]:

@@ -45,7 +45,8 @@ class EffectPlanner:
     Args:
         time: how long a training step may become, relative to one with AdamW16; ``math.inf`` for no limit. It is
             estimated from the bytes and operations of a step, never measured.
-        regime: "scratch", "finetune", or "auto" to read it off the weights.
+        regime: "scratch", "finetune", "general" (a model without normalization layers), or "auto" to read it off the
+            model.
         table: a file with effects that ``baoc calibrate`` wrote; by default the table that ships.
         tolerance: percent of the loss below which two plans are a tie. The default is the standard error of
             ``adamw-8`` against ``adamw-32``, which differ by less than any run can tell.

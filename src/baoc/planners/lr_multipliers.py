@@ -25,7 +25,7 @@ def multipliers(params: Mapping[str, tuple[Role, Shape]], regime: str) -> dict[s
 
     Args:
         params: role and shape of every parameter, by name.
-        regime: "scratch" or "finetune".
+        regime: only "scratch" has multipliers other than 1.
 
     Example:
         >>> table = {"words": (Role.EMBEDDING, (50257, 768))}

@@ -6,6 +6,7 @@ Nothing here is timed or random, so every process and every rank finds the same.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -17,14 +18,18 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from baoc.core.configuration import BUDGET_REFERENCE
-from baoc.core.roles import Role, canonical_name, role_of, roles_by_place, roles_of
+from baoc.core.roles import Role, canonical_name, has_letters, role_of, roles_by_place, roles_of
 from baoc.core.sharding import first_rows
 from baoc.core.spec import SMALL_NUMEL, Hyper, Shape, real_shape
 
-SCRATCH, FINETUNE = "scratch", "finetune"
-REGIMES = (SCRATCH, FINETUNE)
+SCRATCH, FINETUNE, GENERAL = "scratch", "finetune", "general"
+REGIMES = (SCRATCH, FINETUNE, GENERAL)
+"""Kinds of training that effects were measured for: networks with normalization layers, from scratch or after
+pretraining, and everything else. Muon beats AdamW in nearly all networks with normalization layers and fails in many
+without (fields, PINNs, critics, recurrent networks, directly optimized tensors): `docs/results/zoo.md`."""
 OPERATIONS_PER_BYTE = {"cpu": 4.0, "cuda": 100.0}
 """Arithmetic operations that a device does while it moves one byte. An update moves bytes, a training step computes."""
+_NORM = re.compile("(?<!weight)(?<!spectral)norm")  # those two normalize weights, not features
 _EDGE = 512  # rows and columns of a matrix that are read
 _MATRICES = 8
 _OUTLIER = 1.15  # times the largest singular value of a random matrix of the same size
@@ -37,7 +42,8 @@ class ModelFacts:
     Args:
         shapes: the global shape of every parameter to plan, by name, in the model's order.
         roles: what the parameters are, by name; read off names and shapes where it has no entry.
-        regime: "scratch", or "finetune" if the weights were trained before.
+        regime: "general" if the model has no normalization layers, else "scratch", or "finetune" if the weights were
+            trained before.
         tokens: that pass through a hidden weight in one step, on average; ``None`` until they were counted.
         device: the type of the parameters' device.
         operations_per_byte: of that device. A resumed run keeps it, so that its plan does not change with the machine.
@@ -49,6 +55,8 @@ class ModelFacts:
         >>> facts = ModelFacts.of(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)))
         >>> facts.regime, facts.role("2.weight").value
         ('scratch', 'head')
+        >>> ModelFacts.of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))).regime
+        'general'
     """
 
     shapes: Mapping[str, Shape]
@@ -80,7 +88,7 @@ class ModelFacts:
         facts = cls(
             shapes={name: real_shape(param) for name, param in planned.items()},
             roles=roles,
-            regime=regime_of(named, roles),
+            regime=regime_of(named, roles) if has_norms(params) else GENERAL,
             device=device,
             operations_per_byte=OPERATIONS_PER_BYTE.get(device, OPERATIONS_PER_BYTE["cuda"]),
         )
@@ -129,11 +137,34 @@ class ModelFacts:
 
 
 @torch.no_grad()
-def regime_of(params: Mapping[str, Tensor], roles: Mapping[str, Role]) -> str:
-    """Return ``"finetune"`` if the weights were trained before, else ``"scratch"``.
+def has_norms(params: nn.Module | Mapping[str, Tensor]) -> bool:
+    """Return whether a model has normalization layers.
 
-    Trained are norms whose gains are no longer all equal, or, where a model has no norms, matrices whose spectra are
-    not those of random numbers.
+    Args:
+        params: a module, whose layers tell by their class, or parameters by name. Of those, gains tell: vectors named
+            ``weight``, or vectors of positive numbers if names are numbers.
+
+    Example:
+        >>> has_norms(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))), has_norms(nn.Linear(4, 4))
+        (True, False)
+        >>> has_norms({"0.0": torch.zeros(4), "0.1": torch.ones(4)}), has_norms({"0.0": torch.zeros(4)})
+        (True, False)
+    """
+    if isinstance(params, nn.Module):
+        return any(_NORM.search(type(module).__name__.lower()) for module in params.modules())
+    vectors = {name: param.detach() for name, param in params.items() if param.dim() == 1 and param.numel() > 1}
+    if any(has_letters(name) for name in vectors):
+        return any(name.rpartition(".")[2] == "weight" for name in vectors)
+    real = (first_rows(each, each.numel(), 1) for each in vectors.values() if each.device.type != "meta")
+    return any(bool((each > 0).all()) for each in real)
+
+
+@torch.no_grad()
+def regime_of(params: Mapping[str, Tensor], roles: Mapping[str, Role]) -> str:
+    """Return ``"finetune"`` if a model with normalization layers was trained before, else ``"scratch"``.
+
+    Trained are norms whose gains are no longer all equal, or, where norms have no gains, matrices whose spectra are not
+    those of random numbers.
 
     Example:
         >>> weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))

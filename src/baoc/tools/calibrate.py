@@ -60,7 +60,7 @@ def calibrate(
         weight_decay: The weight decay that you use with AdamW.
         betas: The betas that you use with AdamW.
         configurations: The configurations to try on every role that they support. The default is the most useful ones.
-        regime: "scratch", "finetune", or "auto" to detect it from the weights.
+        regime: "scratch", "finetune", "general", or "auto" to detect it from the model.
         on_run: Called after each run.
 
     Returns:

@@ -16,12 +16,12 @@ from baoc.core.codecs.factored import (
     RowMean,
     RowMeanFormat,
 )
-from baoc.core.codecs.quantized import Int4, Int4Format, Int8, Int8Format
+from baoc.core.codecs.quantized import Int4, Int4Format, Int8, Int8Any, Int8Format
 
 CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
-        *(FP32(), BF16(), Int8(), Int4(), Factored(), FactoredBF16(), FactoredInt8(), RowMean(), ColMean()),
+        *(FP32(), BF16(), Int8(), Int8Any(), Int4(), Factored(), FactoredBF16(), FactoredInt8(), RowMean(), ColMean()),
         MatrixMean(),
     )
 }

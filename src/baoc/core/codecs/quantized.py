@@ -167,6 +167,15 @@ class Int8(Codec):
         return (Int8Format if fits(shape) else BF16Format)(slot, shape, rows)
 
 
+class Int8Any(Int8):
+    """8 bits per element in matrices of any size, for models that consist of small ones."""
+
+    name = "int8-any"
+
+    def at(self, shape: Shape, slot: Slot, rows: int | None = None) -> Format:
+        return Int8Format(slot, shape, rows) if fits(shape) else super().at(shape, slot, rows)
+
+
 def fits(shape: Shape) -> bool:
     """Return whether the rows of a shape are long enough for groups."""
     return len(shape) > 1 and math.prod(shape[1:]) >= MIN_ROW

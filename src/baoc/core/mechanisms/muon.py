@@ -187,7 +187,7 @@ class Spectral(Normalised):
 
 MAX_UPDATE_RMS = Setting(
     "max_update_rms",
-    1.0,
+    0.45,
     "a number > 0",
     lambda x: x > 0,
     "the largest RMS of an update of muon and normuon in units of lr; with update_rms=1e9, the RMS of every update",

@@ -136,7 +136,7 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
     effects.add_argument(
         "--regime",
         choices=(AUTO, *REGIMES),
-        help="whether training starts from scratch (default: detected from the weights)",
+        help="the kind of training that effects are for (default: detected from the model)",
     )
     effects.add_argument(
         "--tokens",

@@ -116,7 +116,7 @@ def add_fit(parser: common.Parser) -> None:
         "--regime",
         choices=REGIMES,
         default=REGIMES[0],
-        help="whether training starts from scratch (default: %(default)s)",
+        help="the kind of training that effects are for (default: %(default)s)",
     )
     _add_states(parser)
     common.add_json(parser)

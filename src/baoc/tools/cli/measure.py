@@ -58,7 +58,7 @@ def add_calibrate(parser: common.Parser) -> None:
         action="append",
         help="a configuration to measure; repeatable (default: the most useful ones)",
     )
-    parser.add_argument("--regime", choices=(AUTO, *REGIMES), default=AUTO, help="(default: detected from the weights)")
+    parser.add_argument("--regime", choices=(AUTO, *REGIMES), default=AUTO, help="(default: detected from the model)")
     parser.add_argument(
         "--lr",
         metavar="X",

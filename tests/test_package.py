@@ -19,10 +19,10 @@ ROOMS: dict[str, set[str]] = {
     "core": set(),
     "solve": set(),
     "optim": {"core"},
-    "planners": {"core", "solve", "optim"},  # PaperPlanner(times="measure") times updates
+    "planners": {"core", "solve"},
     "plan": ENGINE,
     "resume": ENGINE,
-    "optimizer": {*ENGINE, "resume"},
+    "optimizer": {*ENGINE, "resume", "plan"},
     "integrations": {*ENGINE, "optimizer"},
     "tools": {*ENGINE, "_version", "plan"},
     "__main__": {"tools"},

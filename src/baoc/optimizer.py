@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from baoc import resume
 from baoc.core.mechanisms import known_settings
-from baoc.core.plan import Block, Plan, PlanError, one_line
+from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import role_of
 from baoc.core.spec import DEFAULT_BETAS
-from baoc.core.text import names_checked, notice
+from baoc.core.text import names_checked, notice, one_line
 from baoc.optim import agreement, checkpoint, groups, migrate
 from baoc.optim.groups import Group
 from baoc.optim.optimizer import BlockOptimizer

@@ -23,12 +23,11 @@ from baoc.optim.optimizer import BlockOptimizer
 from baoc.planners.base import Budget, Memory, Planner
 from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import ModelFacts
-from baoc.planners.paper.collect import LossFunction, StatisticsCollector, record_steps
 from baoc.planners.paper.coordinates import RATIO
 from baoc.planners.paper.planner import PaperPlanner
 from baoc.planners.paper.problem import local_shapes, unit_granularity
 from baoc.planners.paper.sampling import BETA_RHO
-from baoc.planners.paper.statistics import GradientStatistics
+from baoc.planners.paper.statistics import GradientStatistics, LossFunction, StatisticsCollector, record_steps
 from baoc.planners.paper.times import MEASURE, UpdateTimes, signature
 from baoc.planners.paper.units import structural_units
 

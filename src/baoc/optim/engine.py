@@ -20,8 +20,8 @@ from baoc.core.text import human_bytes
 from baoc.optim import kernels
 from baoc.optim.groups import Member
 from baoc.optim.kernels import Choice, Kernel
+from baoc.optim.kernels.eager import Rows, run_matrices
 from baoc.optim.kernels.job import Job
-from baoc.optim.kernels.matrices import Rows, run_matrices
 from baoc.optim.place import HOST
 from baoc.optim.staging import BUFFERS, Staging, lane_to
 from baoc.optim.state import ParamState, misfit

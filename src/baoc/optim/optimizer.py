@@ -13,22 +13,21 @@ from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration, parse
 from baoc.core.mechanisms import known_settings
-from baoc.core.plan import Plan, one_line
+from baoc.core.plan import Plan
 from baoc.core.roles import Role, role_of, roles_of
 from baoc.core.sharding import rows_per_rank
 from baoc.core.spec import DEFAULT_BETAS, Shape, real_shape
-from baoc.core.text import check_names
+from baoc.core.text import check_names, one_line
 from baoc.optim import checkpoint, groups, kernels, migrate
 from baoc.optim.agreement import Peers
 from baoc.optim.engine import Engine
 from baoc.optim.groups import Group, Member, Members
-from baoc.optim.guard import Guard
+from baoc.optim.guard import Guard, Watch
 from baoc.optim.kernels import graphs
 from baoc.optim.kernels.job import Job, Numbers, advance_ages
 from baoc.optim.place import WHOLE, place_of
 from baoc.optim.staging import BUCKET_BYTES, bucket_bytes
 from baoc.optim.state import held_bytes, state_bytes
-from baoc.optim.watch import Watch
 
 DEFAULT_CONFIGURATION = "adamw-32"
 

@@ -219,4 +219,5 @@ def pareto_front(states: Floats) -> Integers:
         late = ~early & (least > cost)
         halves = (early, begin, middle), (late, middle, end)
         parts += [(place[half], cost[half], slice_of[half], *bounds) for half, *bounds in halves if half.any()]
-    return order[np.sort(np.concatenate(kept))]
+    front: Integers = order[np.sort(np.concatenate(kept))]
+    return front

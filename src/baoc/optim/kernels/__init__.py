@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from baoc.optim.kernels import graphs, native, triton
-from baoc.optim.kernels.eager import EagerKernel
+from baoc.optim.kernels.eager import EagerKernel, Rows
 from baoc.optim.kernels.job import Job
-from baoc.optim.kernels.matrices import Rows
 
 logger = logging.getLogger("baoc")
 

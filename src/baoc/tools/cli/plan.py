@@ -21,10 +21,9 @@ from baoc.plan import collect_statistics, measured
 from baoc.planners.base import AUTO, Budget
 from baoc.planners.effect_problem import EffectProblem
 from baoc.planners.model_facts import ModelFacts, TokenCounter
-from baoc.planners.paper.collect import LossFunction
 from baoc.planners.paper.planner import WARMUP
 from baoc.planners.paper.problem import PaperProblem
-from baoc.planners.paper.statistics import GradientStatistics
+from baoc.planners.paper.statistics import GradientStatistics, LossFunction
 from baoc.tools.cli import common, screen
 from baoc.tools.models import ModelError
 from baoc.tools.models.resolve import call_function, explained, importable, resolve

@@ -52,9 +52,8 @@ from baoc.core.mechanisms import (
 from baoc.core.roles import matrix_shape
 from baoc.core.rounding import phase_at
 from baoc.core.spec import SPIKE, Reach, Shape
-from baoc.optim.kernels.eager import TILE_NUMEL, EagerKernel
+from baoc.optim.kernels.eager import TILE_NUMEL, EagerKernel, EagerRows, run_matrices
 from baoc.optim.kernels.job import Job
-from baoc.optim.kernels.matrices import EagerRows, run_matrices
 from baoc.optim.kernels.update import Update
 from baoc.optim.place import HOST, Negated
 from baoc.optim.state import PLAIN

@@ -34,7 +34,7 @@ LAYERS = {
         *("block", "plan", "budget"),
     ],
     "optim": [
-        *("agreement", "place", "state", "groups", "kernels", "staging", "engine", "guard", "migrate"),
+        *("agreement", "state", "groups", "kernels", "staging", "engine", "guard", "migrate"),
         *("torch_state", "checkpoint", "optimizer"),
     ],
     "planners": [

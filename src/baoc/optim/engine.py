@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baoc.core.sharding import HOST, WHOLE
 from baoc.core.spec import Reach
 from baoc.core.text import human_bytes
 from baoc.optim import groups, kernels
@@ -22,7 +23,6 @@ from baoc.optim.groups import Group, Member
 from baoc.optim.kernels import Choice, Kernel
 from baoc.optim.kernels.eager import Rows, run_matrices
 from baoc.optim.kernels.job import Job, Numbers
-from baoc.optim.place import HOST, WHOLE
 from baoc.optim.staging import BUFFERS, Staging, lane_to
 from baoc.optim.state import ParamState, misfit
 

@@ -15,7 +15,7 @@ from baoc.core.configuration import Configuration, parse
 from baoc.core.mechanisms import known_settings
 from baoc.core.plan import Plan
 from baoc.core.roles import Role, role_of, roles_of
-from baoc.core.sharding import rows_per_rank
+from baoc.core.sharding import place_of, rows_per_rank
 from baoc.core.spec import DEFAULT_BETAS, Shape, real_shape
 from baoc.core.text import check_names, one_line
 from baoc.optim import checkpoint, groups, kernels, migrate
@@ -25,7 +25,6 @@ from baoc.optim.groups import Group, Member, Members
 from baoc.optim.guard import Guard, Watch
 from baoc.optim.kernels import graphs
 from baoc.optim.kernels.job import advance_ages
-from baoc.optim.place import place_of
 from baoc.optim.staging import BUCKET_BYTES, bucket_bytes
 from baoc.optim.state import held_bytes, state_bytes
 

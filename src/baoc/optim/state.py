@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from baoc.core.codecs import Format
 from baoc.core.configuration import Layout
-from baoc.core.sharding import local
-from baoc.optim.place import HOST, WHOLE, Place
+from baoc.core.sharding import HOST, WHOLE, Place, local
 
 ParamState = dict[str, Any]  # buffers by their key in the layout, and "<slot>.age"
 PLAIN = (Tensor, nn.Parameter)

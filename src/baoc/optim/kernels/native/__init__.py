@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from baoc.core.roles import matrix_shape
+from baoc.core.sharding import HOST
 from baoc.core.spec import SPIKE
 from baoc.optim.kernels.eager import TILE_NUMEL, EagerKernel, EagerRows, run_matrices
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.native.words import AHEAD, DTYPES, append, load_library, words_of
 from baoc.optim.kernels.update import Update
-from baoc.optim.place import HOST
 
 
 class NativeKernel:

@@ -45,9 +45,9 @@ from baoc.core.mechanisms import (
 )
 from baoc.core.roles import matrix_shape
 from baoc.core.rounding import phase_at
+from baoc.core.sharding import Negated
 from baoc.core.spec import Reach, Shape
 from baoc.optim.kernels.job import Job
-from baoc.optim.place import Negated
 from baoc.optim.state import PLAIN
 
 # What is what in C: see job.h, which has these names.

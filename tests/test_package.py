@@ -19,10 +19,10 @@ ROOMS: dict[str, set[str]] = {
     "core": set(),
     "solve": set(),
     "optim": {"core"},
-    "planners": {"core", "solve", "optim"},  # PaperPlanner(times="measure") times updates
+    "planners": {"core", "solve"},
     "plan": ENGINE,
     "resume": ENGINE,
-    "optimizer": {*ENGINE, "resume"},
+    "optimizer": {*ENGINE, "resume", "plan"},
     "integrations": {*ENGINE, "optimizer"},
     "tools": {*ENGINE, "_version", "plan"},
     "__main__": {"tools"},
@@ -34,19 +34,19 @@ LAYERS = {
         *("block", "plan", "budget"),
     ],
     "optim": [
-        *("agreement", "place", "state", "overlap", "groups", "kernels", "staging", "engine", "guard", "watch"),
-        *("migrate", "torch_state", "checkpoint", "optimizer", "prepare"),
+        *("agreement", "state", "groups", "kernels", "staging", "engine", "guard", "migrate"),
+        *("torch_state", "checkpoint", "optimizer"),
     ],
     "planners": [
         *("model_facts", "base", "patterns", "cost", "placement", "lr_multipliers"),
         *("effect_table", "effect_fit", "simplify", "effect_problem", "effects", "paper"),
     ],
     "planners/paper": [
-        *("units", "coordinates", "sampling", "statistics", "collect", "metrics", "risk", "refine"),
+        *("units", "coordinates", "sampling", "statistics", "metrics", "risk", "refine"),
         *("times", "problem", "planner"),
     ],
     "tools": ["models", "estimate", "calibrate", "selfcheck", "report", "fit", "cli"],
-    "integrations": ["common", "trainers", "distributed"],
+    "integrations": ["common", "trainers"],
 }
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from baoc.core.spec import DEFAULT_BETAS, Hyper
-from baoc.planners.paper.collect import StatisticsCollector
 from baoc.planners.paper.metrics import Metrics
+from baoc.planners.paper.statistics import StatisticsCollector
 from experiments import methods
 from experiments.ablation.catalog import Setting
 from experiments.runs import RunOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
-from baoc.tools.cli import program
+from baoc.tools.cli import run
 from baoc.tools.cli.common import Parser
 from experiments.commands import ablation, frontier, paper, record, statemem, train, workloads, zoo
 from experiments.methods import MethodError
@@ -31,4 +31,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    return program.run(parser, COMMANDS, argv, (MethodError, RunError))
+    return run(parser, COMMANDS, argv, (MethodError, RunError))

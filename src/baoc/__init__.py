@@ -6,15 +6,14 @@ from baoc.core.configuration import CATALOG, EXTENDED, Configuration, Configurat
 from baoc.core.mechanisms import register_mechanism
 from baoc.optim.checkpoint import CheckpointError
 from baoc.optim.optimizer import BlockOptimizer
-from baoc.optim.prepare import prepare_for_load
 from baoc.optim.state import state_bytes
 from baoc.optim.torch_state import to_torch
 from baoc.optimizer import BAOC
 from baoc.plan import Block, Plan, PlanError, collect_statistics, make_plan
 from baoc.planners import Budget, EffectPlanner, ModelFacts, PaperPlanner
-from baoc.planners.paper.collect import StatisticsCollector
 from baoc.planners.paper.risk import register_risk
-from baoc.planners.paper.statistics import GradientStatistics, StatisticsError
+from baoc.planners.paper.statistics import GradientStatistics, StatisticsCollector, StatisticsError
+from baoc.resume import prepare_for_load
 
 __all__ = [
     "BAOC",

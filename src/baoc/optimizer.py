@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from baoc import resume
 from baoc.core.mechanisms import known_settings
-from baoc.core.plan import Block, Plan, PlanError, one_line
+from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import role_of
 from baoc.core.spec import DEFAULT_BETAS
-from baoc.core.text import names_checked, notice
+from baoc.core.text import names_checked, notice, one_line
 from baoc.optim import agreement, checkpoint, groups, migrate
 from baoc.optim.groups import Group
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.optim.state import SAMPLES
+from baoc.plan import measured_times
 from baoc.planners.base import Budget, Memory, Planner, Progress
 from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import ModelFacts, TokenCounter
@@ -336,7 +337,13 @@ class BAOC(BlockOptimizer):
 
     def _current_plan(self, statistics: GradientStatistics | None = None) -> Plan:
         """The plan for what is known now."""
-        return self._with_later(self._session.plan(self._params(), self._model(), self._budget(), statistics))
+        params, model, session = self._params(), self._model(), self._session
+        measured: dict[str, Any] = {}
+        if isinstance(session, PaperSession) and session.needs_times:
+            first, planner = next(iter(params.values())), self._settings.planner
+            dtype = first.dtype if first.dtype.is_floating_point else torch.float32
+            measured["times"] = measured_times(planner, model, first.device, dtype)  # type: ignore[arg-type]
+        return self._with_later(session.plan(params, model, self._budget(), statistics, **measured))
 
     def _together(self) -> migrate.Attempt:
         """Return what calls the parts of a change of plans: what fails on one rank fails on all."""

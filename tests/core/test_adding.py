@@ -16,7 +16,7 @@ from torch import nn
 import baoc
 from baoc import BAOC, BlockOptimizer, EffectPlanner, PaperPlanner, Plan, parse, state_bytes
 from baoc.core.plan import Block
-from baoc.optim.kernels import eager, matrices
+from baoc.optim.kernels import eager
 from baoc.tools.estimate import estimate
 from tests import toys
 from tests.cases import SHAPES, gradients, train
@@ -111,8 +111,8 @@ def test_equal_shapes_are_finished_in_one_batch(monkeypatch):
     finish = toys.Polar.finish
     monkeypatch.setattr(toys.Polar, "finish", lambda self, x, s: (seen.append(tuple(x.shape)), finish(self, x, s))[1])
     results = []
-    for most in (matrices.BATCH_NUMEL, 1):
-        monkeypatch.setattr(matrices, "BATCH_NUMEL", most)
+    for most in (eager.BATCH_NUMEL, 1):
+        monkeypatch.setattr(eager, "BATCH_NUMEL", most)
         model = Net()
         trained(model, BlockOptimizer(model, plan="polar[m=int8]"), range(2))
         results.append(dict(model.named_parameters()))

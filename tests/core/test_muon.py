@@ -16,7 +16,7 @@ from baoc.core.mechanisms.muon import MAX_UPDATE_RMS, MUON, YOU_JIACHENG, Muon, 
 from baoc.core.mechanisms.normalised import UPDATE_RMS
 from baoc.core.roles import Role, as_matrices
 from baoc.core.spec import Hyper
-from baoc.optim.kernels import matrices
+from baoc.optim.kernels import eager
 from baoc.optim.kernels.job import Job
 from baoc.optim.state import new_state
 from tests.cases import gradients, train
@@ -232,13 +232,13 @@ def test_a_batch_needs_no_more_than_it_may():
         jobs.append(Job.of(layout, param, grad, new_state(layout, param.device), Hyper(1e-2)))
     scalars = jobs[0].scalars
     jobs = [job._replace(scalars=scalars) for job in jobs]
-    sizes = [len(batch) for batch in matrices.batches(jobs)]
-    assert sum(sizes) == 16 and max(sizes) * workspace(512, 768) <= matrices.BATCH_NUMEL and len(sizes) > 1
+    sizes = [len(batch) for batch in eager.batches(jobs)]
+    assert sum(sizes) == 16 and max(sizes) * workspace(512, 768) <= eager.BATCH_NUMEL and len(sizes) > 1
     held = [tensor for job in jobs for tensor in (job.param, job.grad, *job.state.values()) if torch.is_tensor(tensor)]
     before = sum(tensor.numel() * 4 for tensor in held)
     with PeakMemory(held) as memory:
-        matrices.run_matrices(jobs, matrices.EagerRows(1 << 16))
-    assert memory.peak - before <= 4 * matrices.BATCH_NUMEL + 16 * (1 << 16) * 4
+        eager.run_matrices(jobs, eager.EagerRows(1 << 16))
+    assert memory.peak - before <= 4 * eager.BATCH_NUMEL + 16 * (1 << 16) * 4
 
 
 def test_what_does_not_suit_falls_back_to_what_is_said():
@@ -269,8 +269,8 @@ def test_a_step_needs_no_more_memory_than_the_plan_says(shapes, configuration, k
 @pytest.mark.parametrize("configuration", ["muon-8", "normuon-8", "spectral"])
 def test_a_stack_that_is_cut_is_updated_as_the_whole(configuration, monkeypatch):
     results = []
-    for most in (matrices.BATCH_NUMEL, 3 * workspace(64, 96), 1):
-        monkeypatch.setattr(matrices, "BATCH_NUMEL", most)
+    for most in (eager.BATCH_NUMEL, 3 * workspace(64, 96), 1):
+        monkeypatch.setattr(eager, "BATCH_NUMEL", most)
         param = nn.Parameter(torch.ones(7, 64, 96))
         optimizer = BlockOptimizer([param], plan=configuration)
         train(optimizer, param, gradients((7, 64, 96), 3))

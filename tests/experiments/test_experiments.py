@@ -19,7 +19,7 @@ import experiments.ablation
 import experiments.frontier
 import experiments.runs
 import experiments.zoo
-from baoc.tools.cli.program import hide_known_messages
+from baoc.tools.cli import hide_known_messages
 from experiments import methods, normalised, packages, workloads
 from experiments.commands import main
 from experiments.runs import (

@@ -11,12 +11,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from baoc import BlockOptimizer, parse
-from baoc.core.sharding import Ranks
+from baoc.core.sharding import WHOLE, Ranks, Whole
 from baoc.core.spec import Hyper, Reach
 from baoc.optim import kernels
 from baoc.optim.kernels import compiled, eager
 from baoc.optim.kernels.job import Job
-from baoc.optim.place import WHOLE, Whole
 from baoc.optim.state import new_state
 from tests.cases import SHAPES, by_configuration, gradients, train
 from tests.memory import PeakMemory

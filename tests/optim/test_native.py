@@ -14,10 +14,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from baoc import BlockOptimizer, Configuration, parse
 from baoc.core.spec import Hyper, Reach
 from baoc.optim import kernels
-from baoc.optim.kernels import native
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job, advance_ages
-from baoc.optim.kernels.native import NativeKernel
+from baoc.optim.kernels.native import NativeKernel, words
 from baoc.optim.state import new_state
 from tests.cases import CONFIGURATIONS, SHAPES, by_configuration, gradients
 
@@ -25,7 +24,7 @@ HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
 LARGE = [(300, 700), (70_001,), (6, 90, 130), (3, 40_000), (48, 40, 3, 3)]  # more than one thread's worth
 
-needs_native = pytest.mark.skipif(native.obstacle() is not None, reason="the native kernels are not built")
+needs_native = pytest.mark.skipif(words.obstacle() is not None, reason="the native kernels are not built")
 by_isa = {"argnames": "isa", "argvalues": NativeKernel.isas()}
 
 
@@ -90,7 +89,7 @@ def _signs_of_nothing(trained: Trained) -> int:
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="there is no C compiler")
 def test_an_install_with_a_compiler_has_the_native_kernel():
-    assert native.obstacle() is None
+    assert words.obstacle() is None
     assert "plain" in NativeKernel.isas()
 
 
@@ -329,8 +328,8 @@ def test_many_tensors_in_one_call_equal_one_by_one():
 
 @needs_native
 def test_the_c_structs_are_as_long_as_python_thinks():
-    library = native._library()
-    assert len(native._places()) * 8 == library.JOB_BYTES
+    library = words.load_library()
+    assert len(words.field_places()) * 8 == library.JOB_BYTES
     assert len(library.JOB_SCALARS) * 8 == library.SCALAR_BYTES
 
 
@@ -341,7 +340,7 @@ def test_an_unknown_instruction_set_is_refused():
 
 
 def test_without_the_library_auto_falls_back_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(native, "_library", lambda: "the native kernels were not built")
+    monkeypatch.setattr(words, "load_library", lambda: "the native kernels were not built")
     kernels.choose.cache_clear()
     with caplog.at_level(logging.WARNING, logger="baoc"):
         for _ in range(2):

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from baoc import parse
-from baoc.core.sharding import Ranks
+from baoc.core.sharding import WHOLE, Ranks, Whole
 from baoc.core.spec import Hyper, Reach
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job, advance_ages
 from baoc.optim.kernels.native import NativeKernel
-from baoc.optim.place import WHOLE, Whole
 from baoc.optim.state import new_state
 from tests import toys
 from tests.cases import by_configuration, gradients

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from baoc import Configuration
+from baoc.core.sharding import Whole
 from baoc.core.spec import Reach
 from baoc.optim.kernels import triton as triton_kernels
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.triton.verify import Trial
-from baoc.optim.place import Whole
 from baoc.tools.selfcheck import SHAPES
 from tests.cases import gradients
 

@@ -25,10 +25,11 @@ from baoc import (
     parse,
     state_bytes,
 )
+from baoc.plan import make_plan, measure_updates, measured_times
 from baoc.planners.base import Progress
 from baoc.planners.paper.planner import PaperSession
 from baoc.planners.paper.risk import Anchors
-from baoc.planners.paper.times import UpdateTimes, measure
+from baoc.planners.paper.times import UpdateTimes
 
 WARMUP, WORDS, WIDTH = 6, 200, 64
 TIME = 100.0  # no plan is so slow
@@ -140,9 +141,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def counted(*args: Any) -> UpdateTimes:
         made.append(args)
-        return measure(*args)
+        return measure_updates(*args)
 
-    monkeypatch.setattr("baoc.planners.paper.planner.measure", counted)
+    monkeypatch.setattr("baoc.plan.measure_updates", counted)
     return made
 
 
@@ -195,9 +196,20 @@ def test_other_times_are_never_measured(calls: list[Any]) -> None:
     assert optimizer.plan.settings["time"] == 1.0 and not calls
 
 
+def test_a_plan_apart_from_training_measures_and_the_planner_alone_does_not(calls: list[Any]) -> None:
+    model = make_model()
+    optimizer = baoc(model, 0.5)
+    train(model, optimizer, range(WARMUP))
+    planner = PaperPlanner(times="measure", time=TIME)
+    with pytest.raises(PlanError, match=r"times='measure' must be measured first"):
+        planner.plan(optimizer.statistics, ModelFacts.of(model), Budget(0.5))
+    plan = make_plan(optimizer.statistics, 0.5, planner=planner)
+    assert len(calls) == 1 and plan.settings["times"]["device"] == "cpu"
+
+
 def test_measured_times_come_from_a_file(tmp_path: Path) -> None:
     facts = ModelFacts.of(make_model())
-    PaperPlanner().measured_times(facts, torch.device("cpu")).save(tmp_path / "times.json")
+    measured_times(PaperPlanner(), facts, torch.device("cpu")).save(tmp_path / "times.json")
     planner = PaperPlanner(times=str(tmp_path / "times.json"), warmup=2, time=TIME)
     assert planner == PaperPlanner(times=tmp_path / "times.json", warmup=2, time=TIME)
     assert planner == dataclasses.replace(planner, times=dataclasses.asdict(planner.times))  # as a checkpoint has it

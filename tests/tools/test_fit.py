@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from baoc.core.plan import Plan
 from baoc.planners.effects import EffectPlanner
 from baoc.tools.cli import main
-from baoc.tools.fit import Fitter, Measured, Setup, trace
-from baoc.tools.fit.activations import layers_of, training_step
+from baoc.tools.fit import Fitter
+from baoc.tools.fit.activations import layers_of, trace, training_step
+from baoc.tools.fit.memory import Measured, Setup
 from baoc.tools.models import ALIASES, MODELS
 from baoc.tools.models.resolve import resolve
 

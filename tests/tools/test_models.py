@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from baoc.tools.models import MODELS, ViT
-from baoc.tools.models.named import ModelError
+from baoc.tools.models import MODELS, ModelError, ViT
 from baoc.tools.models.resolve import resolve
 from tests.tools.test_estimate import run_error, run_json
 

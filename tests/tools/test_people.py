@@ -14,6 +14,7 @@ import baoc
 from baoc import BAOC, BlockOptimizer, PaperPlanner
 from baoc.optim.kernels import native
 from baoc.optim.kernels.job import Job
+from baoc.optim.kernels.native import words
 from baoc.optim.state import new_state
 from tests.cases import SHAPES, by_configuration
 
@@ -118,7 +119,7 @@ VIEWS = {
 }
 
 
-@pytest.mark.skipif(native.obstacle() is not None, reason="the native kernels were not built")
+@pytest.mark.skipif(words.obstacle() is not None, reason="the native kernels were not built")
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize(**by_configuration)
 def test_what_is_said_to_run_natively_does(configuration, view):
@@ -128,9 +129,9 @@ def test_what_is_said_to_run_natively_does(configuration, view):
             continue
         param, grad = VIEWS[view](torch.ones(shape)), VIEWS[view](torch.ones(shape))
         job = job_of(configuration, param, grad)
-        ahead = "AHEAD" if type(job.layout.mechanism) in native._AHEAD else ""
+        ahead = "AHEAD" if type(job.layout.mechanism) in words.AHEAD else ""
         is_left = bool(kernel.serve([job], ahead))
-        reason = native.shortfall(job)
+        reason = words.shortfall(job)
         assert is_left == (reason is not None), (shape, reason)
         assert view != "fp16" or is_left, "or there would be nothing to say"
 
@@ -139,6 +140,6 @@ def test_the_kernel_says_what_it_leaves_and_why():
     params = {"plain": nn.Parameter(torch.ones(80, 80)), "half": nn.Parameter(torch.ones(80, 80).half())}
     optimizer = BlockOptimizer(params.items(), plan="adamw-8")
     assert "avx" in optimizer.kernel or "plain" in optimizer.kernel or "not built" in optimizer.kernel
-    if native.obstacle() is None:
+    if words.obstacle() is None:
         assert "where numbers are torch.float16, neither fp32 nor bf16 (1, such as 'half')" in optimizer.kernel
     assert "several times slower" not in BlockOptimizer([params["plain"]], kernel="eager").kernel

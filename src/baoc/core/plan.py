@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,19 +14,12 @@ from baoc.core.files import read_json, replaced
 from baoc.core.roles import Role, as_matrices, roles_by_name
 from baoc.core.sharding import rows_per_rank
 from baoc.core.spec import BATCH_NUMEL, Reach, Shape
-from baoc.core.text import human_bytes, human_count, table
+from baoc.core.text import plan_table
 
-__all__ = ["FORMAT", "VERSION", "Block", "Plan", "PlanError", "one_line"]
+__all__ = ["FORMAT", "VERSION", "Block", "Plan", "PlanError"]
 
 FORMAT = "baoc.plan"
 VERSION = 1
-REGIME_TEXTS = {
-    "scratch": "from scratch",
-    "finetune": "in fine-tuning",
-    "general": "no norm layers",
-}
-"""What plans say about the kind of training that their effects were measured for."""
-_NAMED = 3  # configurations in one line
 
 
 @dataclass(frozen=True)
@@ -374,83 +367,7 @@ class Plan:
         Returns:
             The text. A star marks state in host memory.
         """
-        is_expectation = "expected_loss" in self.settings
-        mark = {True: "*", False: " "} if any(block.host for block in self.blocks) else {False: ""}
-        columns: dict[str, Callable[[Block], object]] = {
-            "block": lambda block: block.name,
-            "tensors": lambda block: len(block.parameters),
-            "params": lambda block: human_count(block.numel),
-            "configuration": lambda block: str(block.configuration) if wide else block.configuration.alias,
-            "state": lambda block: human_bytes(block.state_bytes) + mark[block.host],
-        }
-        if wide or not is_expectation or any(block.lr_scale not in (None, 1.0) for block in self.blocks):
-            columns["lr"] = lambda block: "-" if block.lr_scale is None else f"x{block.lr_scale:.3g}"
-        if any(block.risk for block in self.blocks):
-            unit = "loss" if is_expectation else "risk"
-            columns[unit] = lambda block: block.cost_text(is_expectation, wide)
-        if wide and any(block.why for block in self.blocks):
-            columns["why"] = lambda block: block.why
-        rows = [[text(block) for text in columns.values()] for block in self.blocks]
-        right = [
-            name for name in columns if name not in ("block", "configuration", "why") and not (wide and name == "risk")
-        ]
-        shorten = None if wide else "block"
-        return "\n".join([table(list(columns), rows, right=right, shorten=shorten), *self._summary()])
-
-    def _summary(self) -> list[str]:
-        share = self.state_bytes / self.reference_bytes if self.reference_bytes else 0.0
-        lines = [
-            f"{human_bytes(self.state_bytes)} of state, {share:.1%} of AdamW16's {human_bytes(self.reference_bytes)}"
-        ]
-        if self.host_bytes:
-            lines[0] += f"; *{human_bytes(self.host_bytes)} in host memory"
-        if self.rows:
-            lines[0] += f"; at most {human_bytes(self.state_bytes_per_rank)} on a rank"
-        if self.workspace_bytes:
-            lines.append(f"update workspace: up to {human_bytes(self.workspace_bytes)} besides state")
-        if (time := self.settings.get("time")) is not None and "expected_loss" in self.settings:
-            tokens = self.settings.get("tokens")
-            lines.append(f"step time: about {time:.2f}x AdamW16's at {tokens} tokens per step (estimate)")
-        if "expected_loss" in self.settings:
-            regime = REGIME_TEXTS.get(self.settings.get("regime", ""), "")
-            runs = self.settings.get("expected_from_runs", 0)
-            loss = _percent(self.settings["expected_loss"])
-            lines.append(f"predicted: {loss} loss against AdamW32, {regime}, from {runs} runs")
-            notes = []
-            if (spread := self.settings.get("expected_spread", 0.0)) >= 0.05:
-                notes.append(f"± {spread:.1f} points between workloads")
-            if (given_up := self.settings.get("given_up", 0.0)) >= 0.005:
-                notes.append(f"{given_up:.2f}% given up for a simpler plan")
-            if notes:
-                lines.append(f"           {'; '.join(notes)}")
-        return lines
-
-
-def one_line(plan: Plan) -> str:
-    """Summarize a plan: its main configurations, its bytes and the expected loss.
-
-    Args:
-        plan: the plan.
-
-    Returns:
-        One line of text.
-
-    Example:
-        >>> one_line(Plan.uniform("adamw-8", {"weight": (64, 64), "bias": (64,)}))
-        "adamw-8, 8.6 KiB of state (52.3% of AdamW16's)"
-    """
-    numel: dict[str, int] = {}
-    for block in plan.blocks:
-        numel[block.configuration.alias] = numel.get(block.configuration.alias, 0) + block.numel
-    most = sorted(numel, key=lambda alias: -numel[alias])
-    what = " + ".join(most[:_NAMED]) + (f" + {len(most) - _NAMED} more" if len(most) > _NAMED else "")
-    share = plan.state_bytes / plan.reference_bytes if plan.reference_bytes else 0.0
-    text = f"{what}, {human_bytes(plan.state_bytes)} of state ({share:.1%} of AdamW16's)"
-    if plan.host_bytes:
-        text += f", {human_bytes(plan.host_bytes)} of it in host memory"
-    if "expected_loss" in plan.settings:
-        text += f", {_percent(plan.settings['expected_loss'])} loss expected"
-    return text
+        return plan_table(self, wide=wide)
 
 
 def _check_printed(settings: Mapping[str, Any]) -> None:
@@ -460,10 +377,6 @@ def _check_printed(settings: Mapping[str, Any]) -> None:
             raise PlanError(f"the plan file is damaged: {name!r} must be a number, got {settings[name]!r}.")
     if not isinstance(settings.get("regime", ""), str):
         raise PlanError(f"the plan file is damaged: 'regime' must be text, got {settings['regime']!r}.")
-
-
-def _percent(value: float) -> str:
-    return f"{value:+.1f}%" if abs(value) >= 0.05 else "no change of"
 
 
 def _some(names: Iterable[str], shown: int = 3) -> str:

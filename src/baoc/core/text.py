@@ -1,4 +1,4 @@
-"""Text for people: sizes, tables, notices, and errors about argument names."""
+"""Text for people: sizes, tables, plans, notices, and errors about argument names."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from baoc.core.block import Block
+    from baoc.core.plan import Plan
 
 logger = logging.getLogger("baoc")
 
@@ -20,6 +24,9 @@ P = ParamSpec("P")
 WIDTH = 80  # columns of a terminal
 QUIET = "BAOC_QUIET"
 _SHORTEST = 12
+REGIME_TEXTS = {"scratch": "from scratch", "finetune": "in fine-tuning", "general": "no norm layers"}
+"""What plans say about the kind of training that their effects were measured for."""
+_NAMED = 3  # configurations in one line
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -247,3 +254,91 @@ def is_first_rank() -> bool:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") in ("", "0")  # torchrun's, before the process group exists
+
+
+# ---- plans ----
+
+
+def plan_table(plan: Plan, *, wide: bool = False) -> str:
+    """Return the blocks of a plan as a table, with total bytes and the expected loss below it: see ``Plan.table``."""
+    is_expectation = "expected_loss" in plan.settings
+    mark = {True: "*", False: " "} if any(block.host for block in plan.blocks) else {False: ""}
+    columns: dict[str, Callable[[Block], object]] = {
+        "block": lambda block: block.name,
+        "tensors": lambda block: len(block.parameters),
+        "params": lambda block: human_count(block.numel),
+        "configuration": lambda block: str(block.configuration) if wide else block.configuration.alias,
+        "state": lambda block: human_bytes(block.state_bytes) + mark[block.host],
+    }
+    if wide or not is_expectation or any(block.lr_scale not in (None, 1.0) for block in plan.blocks):
+        columns["lr"] = lambda block: "-" if block.lr_scale is None else f"x{block.lr_scale:.3g}"
+    if any(block.risk for block in plan.blocks):
+        unit = "loss" if is_expectation else "risk"
+        columns[unit] = lambda block: block.cost_text(is_expectation, wide)
+    if wide and any(block.why for block in plan.blocks):
+        columns["why"] = lambda block: block.why
+    rows = [[text(block) for text in columns.values()] for block in plan.blocks]
+    right = [
+        name for name in columns if name not in ("block", "configuration", "why") and not (wide and name == "risk")
+    ]
+    shorten = None if wide else "block"
+    return "\n".join([table(list(columns), rows, right=right, shorten=shorten), *_summary(plan)])
+
+
+def _summary(plan: Plan) -> list[str]:
+    share = plan.state_bytes / plan.reference_bytes if plan.reference_bytes else 0.0
+    lines = [f"{human_bytes(plan.state_bytes)} of state, {share:.1%} of AdamW16's {human_bytes(plan.reference_bytes)}"]
+    if plan.host_bytes:
+        lines[0] += f"; *{human_bytes(plan.host_bytes)} in host memory"
+    if plan.rows:
+        lines[0] += f"; at most {human_bytes(plan.state_bytes_per_rank)} on a rank"
+    if plan.workspace_bytes:
+        lines.append(f"update workspace: up to {human_bytes(plan.workspace_bytes)} besides state")
+    if (time := plan.settings.get("time")) is not None and "expected_loss" in plan.settings:
+        tokens = plan.settings.get("tokens")
+        lines.append(f"step time: about {time:.2f}x AdamW16's at {tokens} tokens per step (estimate)")
+    if "expected_loss" in plan.settings:
+        regime = REGIME_TEXTS.get(plan.settings.get("regime", ""), "")
+        runs = plan.settings.get("expected_from_runs", 0)
+        loss = _percent(plan.settings["expected_loss"])
+        lines.append(f"predicted: {loss} loss against AdamW32, {regime}, from {runs} runs")
+        notes = []
+        if (spread := plan.settings.get("expected_spread", 0.0)) >= 0.05:
+            notes.append(f"± {spread:.1f} points between workloads")
+        if (given_up := plan.settings.get("given_up", 0.0)) >= 0.005:
+            notes.append(f"{given_up:.2f}% given up for a simpler plan")
+        if notes:
+            lines.append(f"           {'; '.join(notes)}")
+    return lines
+
+
+def one_line(plan: Plan) -> str:
+    """Summarize a plan: its main configurations, its bytes and the expected loss.
+
+    Args:
+        plan: the plan.
+
+    Returns:
+        One line of text.
+
+    Example:
+        >>> from baoc import Plan
+        >>> one_line(Plan.uniform("adamw-8", {"weight": (64, 64), "bias": (64,)}))
+        "adamw-8, 8.6 KiB of state (52.3% of AdamW16's)"
+    """
+    numel: dict[str, int] = {}
+    for block in plan.blocks:
+        numel[block.configuration.alias] = numel.get(block.configuration.alias, 0) + block.numel
+    most = sorted(numel, key=lambda alias: -numel[alias])
+    what = " + ".join(most[:_NAMED]) + (f" + {len(most) - _NAMED} more" if len(most) > _NAMED else "")
+    share = plan.state_bytes / plan.reference_bytes if plan.reference_bytes else 0.0
+    text = f"{what}, {human_bytes(plan.state_bytes)} of state ({share:.1%} of AdamW16's)"
+    if plan.host_bytes:
+        text += f", {human_bytes(plan.host_bytes)} of it in host memory"
+    if "expected_loss" in plan.settings:
+        text += f", {_percent(plan.settings['expected_loss'])} loss expected"
+    return text
+
+
+def _percent(value: float) -> str:
+    return f"{value:+.1f}%" if abs(value) >= 0.05 else "no change of"

@@ -5,8 +5,14 @@ Importing this package imports no framework. Each function imports its framework
 
 from typing import Any
 
-from baoc.integrations.common import release_gradients, spare_vectors, unwrap, unwrap_accelerate
-from baoc.integrations.distributed import for_zero, torchtitan_container
+from baoc.integrations.common import (
+    for_zero,
+    release_gradients,
+    spare_vectors,
+    torchtitan_container,
+    unwrap,
+    unwrap_accelerate,
+)
 from baoc.integrations.trainers import ForTrainer, lightning_callback, log_metrics
 
 __all__ = [

@@ -1,9 +1,9 @@
-"""The kernels of one optimizer: which one runs on which device, and why. State in host memory goes by way of the host.
+"""The jobs of a step and the kernels of an optimizer: which one runs on which device, and why.
 
-For offloaded state, gradients are copied to the host in buckets, the host's kernel advances the state, and the result
-is copied back. For most update rules the result is the parameter, which has to be copied down too. For rules that work
-on matrices it is the direction before matrices are finished: their products run on the device, where they are cheap,
-and the parameter stays there.
+State in host memory goes by way of the host: gradients are copied to it in buckets, its kernel advances the state, and
+the result is copied back. For most update rules the result is the parameter, which has to be copied down too. For rules
+that work on matrices it is the direction before matrices are finished: their products run on the device, where they are
+cheap, and the parameter stays there.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baoc.core.sharding import HOST, WHOLE
 from baoc.core.spec import Reach
 from baoc.core.text import human_bytes
-from baoc.optim import kernels
-from baoc.optim.groups import Member
+from baoc.optim import groups, kernels
+from baoc.optim.groups import Group, Member
 from baoc.optim.kernels import Choice, Kernel
-from baoc.optim.kernels.job import Job
-from baoc.optim.kernels.matrices import Rows, run_matrices
-from baoc.optim.place import HOST
+from baoc.optim.kernels.eager import Rows, run_matrices
+from baoc.optim.kernels.job import Job, Numbers
 from baoc.optim.staging import BUFFERS, Staging, lane_to
 from baoc.optim.state import ParamState, misfit
 
@@ -102,6 +102,44 @@ class Engine:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
+
+
+def collect_jobs(
+    members: Iterable[Member], param_groups: Sequence[Group], states: dict[Any, ParamState]
+) -> dict[torch.device, list[Job]]:
+    """Return a job for every parameter that has a gradient, by device. Gradients and state are checked here.
+
+    Only what may change between steps is read: gradients, addresses, state tensors, ages and hyper-parameters.
+    """
+    known: dict[object, Numbers] = {}  # shared by parameters of one group, rule, learning-rate multiplier and age
+    jobs: dict[torch.device, list[Job]] = {}
+    hypers = {id(group): groups.hyper(group, f"param group {i}") for i, group in enumerate(param_groups)}
+    group: Group | None = None
+    for member in members:
+        param, place, block, memo = member.param, member.place, member.block, member.memo
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.shape != member.param_shape or grad.layout is not torch.strided:
+            member.refuse_gradient(grad)
+        state = states.get(param)
+        if member.needs_view:
+            param, grad = place.local(param), place.local(grad)
+        if state is None or not memo.knows(param, state if place is WHOLE else place.held(state)):
+            state = groups.checked_state(member, states)
+            memo.learn(param, place.held(state), member.layout)
+        if group is not member.group:
+            group = member.group
+            hyper, maximize = hypers[id(group)], bool(group["maximize"])
+        layout, scale, offloaded = member.layout, block.lr_scale, block.host and member.is_offloaded
+        job = Job.of(
+            layout, param, grad, state, hyper, scale, maximize, place, member.name, known, offloaded, memo
+        )  # fmt: skip
+        if memo.device in jobs:
+            jobs[memo.device].append(job)
+        else:
+            jobs[memo.device] = [job]
+    return jobs
 
 
 class OffloadKernel:

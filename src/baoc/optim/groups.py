@@ -19,11 +19,9 @@ from baoc.core.configuration import Configuration, Layout
 from baoc.core.mechanisms import MECHANISMS, known_settings
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role, canonical_name
-from baoc.core.sharding import Ranks
+from baoc.core.sharding import HOST, WHOLE, Place, Ranks, has_own_memory, place_of
 from baoc.core.spec import Hyper, Shape, real_shape
-from baoc.optim.overlap import refuse_shared_memory
-from baoc.optim.place import HOST, WHOLE, Place, has_own_memory, place_of
-from baoc.optim.state import Memo, ParamState, is_fresh, misfit, new_state
+from baoc.optim.state import Memo, ParamState, is_fresh, misfit, new_state, refuse_shared_memory
 
 Group = dict[str, Any]
 

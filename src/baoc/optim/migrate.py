@@ -21,12 +21,12 @@ from baoc.core.configuration import Layout
 from baoc.core.mechanisms import Evidence, Mechanism, pooled_rms
 from baoc.core.plan import Block, Plan
 from baoc.core.rounding import NEAREST
+from baoc.core.sharding import HOST, Place
 from baoc.core.spec import Hyper
 from baoc.optim import groups
 from baoc.optim.groups import Member
 from baoc.optim.kernels.eager import TILE_NUMEL
 from baoc.optim.kernels.update import row_tiles
-from baoc.optim.place import HOST, Place
 from baoc.optim.state import ParamState, ages_of, new_age, new_slot, new_state, set_age
 
 Attempt = Callable[[Callable[[], Any]], Any]

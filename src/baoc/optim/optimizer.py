@@ -13,22 +13,20 @@ from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration, parse
 from baoc.core.mechanisms import known_settings
-from baoc.core.plan import Plan, one_line
+from baoc.core.plan import Plan
 from baoc.core.roles import Role, role_of, roles_of
-from baoc.core.sharding import rows_per_rank
+from baoc.core.sharding import place_of, rows_per_rank
 from baoc.core.spec import DEFAULT_BETAS, Shape, real_shape
-from baoc.core.text import check_names
+from baoc.core.text import check_names, one_line
 from baoc.optim import checkpoint, groups, kernels, migrate
 from baoc.optim.agreement import Peers
-from baoc.optim.engine import Engine
+from baoc.optim.engine import Engine, collect_jobs
 from baoc.optim.groups import Group, Member, Members
-from baoc.optim.guard import Guard
+from baoc.optim.guard import Guard, Watch
 from baoc.optim.kernels import graphs
-from baoc.optim.kernels.job import Job, Numbers, advance_ages
-from baoc.optim.place import WHOLE, place_of
+from baoc.optim.kernels.job import advance_ages
 from baoc.optim.staging import BUCKET_BYTES, bucket_bytes
 from baoc.optim.state import held_bytes, state_bytes
-from baoc.optim.watch import Watch
 
 DEFAULT_CONFIGURATION = "adamw-32"
 
@@ -181,7 +179,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         """
         self.synchronize()
         members = self._current_members()
-        jobs = self._collect_jobs(members.all)
+        jobs = collect_jobs(members.all, self.param_groups, self.state)
         if not jobs:
             if members.all:  # other ranks may have gradients, and ask this one
                 self._guard.admits({members.all[0].param.device: []}, members.ranks)
@@ -206,41 +204,6 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._watch.end()
         self._steps += 1
         return True
-
-    def _collect_jobs(self, members: Iterable[Member]) -> dict[torch.device, list[Job]]:
-        """Return a job for every parameter that has a gradient, by device. Gradients and state are checked here.
-
-        Only what may change between steps is read: gradients, addresses, state tensors, ages and hyper-parameters.
-        """
-        known: dict[object, Numbers] = {}  # shared by parameters of one group, rule, learning-rate multiplier and age
-        jobs: dict[torch.device, list[Job]] = {}
-        hypers = {id(group): groups.hyper(group, f"param group {i}") for i, group in enumerate(self.param_groups)}
-        group: Group | None = None
-        for member in members:
-            param, place, block, memo = member.param, member.place, member.block, member.memo
-            grad = param.grad
-            if grad is None:
-                continue
-            if grad.shape != member.param_shape or grad.layout is not torch.strided:
-                member.refuse_gradient(grad)
-            state = self.state.get(param)
-            if member.needs_view:
-                param, grad = place.local(param), place.local(grad)
-            if state is None or not memo.knows(param, state if place is WHOLE else place.held(state)):
-                state = groups.checked_state(member, self.state)
-                memo.learn(param, place.held(state), member.layout)
-            if group is not member.group:
-                group = member.group
-                hyper, maximize = hypers[id(group)], bool(group["maximize"])
-            layout, scale, offloaded = member.layout, block.lr_scale, block.host and member.is_offloaded
-            job = Job.of(
-                layout, param, grad, state, hyper, scale, maximize, place, member.name, known, offloaded, memo
-            )  # fmt: skip
-            if memo.device in jobs:
-                jobs[memo.device].append(job)
-            else:
-                jobs[memo.device] = [job]
-        return jobs
 
     def synchronize(self) -> None:
         """Wait until it is known whether the last step was made, if a GPU decided that (``on_nonfinite="skip"``).

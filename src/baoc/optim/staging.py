@@ -17,9 +17,9 @@ from torch import Tensor
 
 from baoc.core.budget import memory_budget
 from baoc.core.plan import PlanError
+from baoc.core.sharding import HOST, WHOLE, Negated
 from baoc.core.spec import Reach
 from baoc.optim.kernels.job import Job, rows_of
-from baoc.optim.place import HOST, WHOLE, Negated
 
 Pair = tuple[Tensor, Tensor]  # (on the host, on the device)
 Ticket = Any  # stands for copies that were requested; None for none

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration, parse
+from baoc.core.sharding import HOST
 from baoc.core.spec import DEFAULT_BETAS
 from baoc.optim import migrate
 from baoc.optim.groups import Group, Member
-from baoc.optim.place import HOST
 from baoc.optim.state import ParamState, is_fresh
 
 MATURE_AGE = 1000

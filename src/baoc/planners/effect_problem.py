@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baoc.core.configuration import CATALOG, EXTENDED, Configuration
-from baoc.core.plan import REGIME_TEXTS, Block, Plan, PlanError
+from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role, layer_of
 from baoc.core.spec import Shape
-from baoc.core.text import human_bytes
+from baoc.core.text import REGIME_TEXTS, human_bytes
 from baoc.planners import cost, lr_multipliers, patterns, placement
 from baoc.planners.base import (
     AUTO,
@@ -128,6 +128,18 @@ class EffectProblem:
         """How close to the optimum of the class problem a solution must be proven to be, in percent of the loss."""
         return self.planner.tolerance / 4
 
+    def _is_spare(self, loss: float) -> bool:
+        """Return whether more memory would not improve a loss by more than the tolerance."""
+        most = loss - self.planner.tolerance
+        if not self._bounds.bound < most <= self._bounds.objective:
+            return most <= self._bounds.bound  # saves the search
+        return most <= self._least_loss
+
+    @functools.cached_property
+    def _bounds(self) -> ClassSolution:
+        """Bounds of the least loss, without a search."""
+        return solve_classes(self._problem, within=math.inf)
+
     @functools.cached_property
     def _least_loss(self) -> float:
         """Of any plan, whatever it holds."""
@@ -141,7 +153,7 @@ class EffectProblem:
             error=max(tolerance, self._error(solution)),
             memory=math.inf if nbytes is None else nbytes,
             time=math.inf if self._problem.time_budget is None else self._problem.time_budget,
-            spare=nbytes is None or solution.objective <= self._least_loss + tolerance,
+            spare=nbytes is None or self._is_spare(float(solution.objective)),
             both=solution.memory_price > 0 and solution.time_price > 0,
         )
         found = simplest(self._groups, target)

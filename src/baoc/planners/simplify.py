@@ -251,7 +251,9 @@ def _search(
         if sums.shape[1] * mine.shape[1] > _MOST:
             return None
         room = (limits - rest)[:, None] - sums  # (3, partial sums)
-        fits = (mine[:, None, :] <= room[:, :, None]).all(axis=0)
+        fits = mine[COST] <= room[COST][:, None]  # (partial sums, options)
+        fits &= mine[MEMORY] <= room[MEMORY][:, None]
+        fits &= mine[TIME] <= room[TIME][:, None]
         parent, option = np.nonzero(fits)
         if not len(parent):
             return None

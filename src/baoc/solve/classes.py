@@ -30,7 +30,7 @@ from baoc.solve.problem import (
     whole_numbers,
 )
 
-MOST_STATES = 2**20  # about a second
+MOST_STATES = 3 * 2**18  # less than a second
 LEAST_STATES = 2**19  # for the least memory or time that is feasible
 FRONTIER_STATES = 2**20  # for all budgets together
 FRONTIER_SHARE = 8  # a budget gets at most an eighth of what is left, so that hard ones leave enough for others
@@ -319,6 +319,7 @@ def _minimise(
         if enough is not None and (cost <= enough or lower > enough + 0.5):
             break
         target = min(lower + step, cost - gain)
+        before = effort.states
         found = core.search(cost, target, most_reduced, width, effort)
         lower = max(lower, min(target, found.skipped))
         complete, last = found.skipped >= target, width == LAST_WIDTH and target == cost - gain
@@ -328,7 +329,9 @@ def _minimise(
             most_reduced, step = math.inf, (cost - lower) / (FIRST_SHARE if few < cost - lower else 1)
             continue
         if not complete:
-            if last and found.counts is None:
+            # a wider search takes at least as many states, so it must not be cut short
+            is_futile = last or 2 * effort.states - before > effort.most_states
+            if is_futile and found.counts is None:
                 break
             width = min(width * WIDTH_GROWTH, LAST_WIDTH)
         if found.counts is None or complete:

@@ -29,7 +29,7 @@ BETTER = 0.5  # costs are whole numbers: an improvement is at least 1, and bound
 # whole problem with one or both multiplied by these factors.
 FACTORS = (0.0, 0.5, 0.8, 0.9, 0.96, 1.04, 1.1, 1.25, 2.0)
 FRONT = 128  # fewer states are not worth sorting
-SLICES = 32
+SLICES, LEAST_SLICE = 512, 64  # the largest number of slices, and the smallest number of states in one
 CHUNK = 2048  # states bounded at once: too few for BLAS to start threads, which would be slower
 
 
@@ -197,18 +197,27 @@ class _Bounds:
 def pareto_front(states: Floats) -> Integers:
     """Return the states that no other state equals or beats in everything.
 
-    If there are more distinct times than slices, a few other states remain. In order of memory, a state is beaten if an
-    earlier one has no more time and no more cost. The test compares with the time at which the state's slice begins;
-    it is then a running minimum for each slice.
+    In order of memory, a state is beaten if an earlier one has no more time and no more cost. Times are cut into
+    slices. States of earlier slices have less time, so a running minimum of their costs, for half of the slices against
+    the other half, finds what they beat; then likewise within each half. If there are more distinct times than slices,
+    a few beaten states remain.
     """
     order = np.lexsort((states[COST], states[TIME], states[MEMORY]))
     cost, spent = states[COST, order], states[TIME, order]
-    slices = np.unique(np.sort(spent)[:: max(len(spent) // SLICES, 16)])
-    slice_of = np.searchsorted(slices, spent, side="right") - 1
-    keep = np.ones(len(order), dtype=bool)
-    for index, begin in enumerate(slices):
-        least = np.minimum.accumulate(np.where(spent <= begin, cost, np.inf))
-        (members,) = np.nonzero(slice_of == index)
-        members = members[members > 0]
-        keep[members] = least[members - 1] > cost[members]
-    return order[keep]
+    slices = np.unique(np.sort(spent)[:: max(len(spent) // SLICES, LEAST_SLICE)])
+    parts = [(np.arange(len(order)), cost, np.searchsorted(slices, spent, side="right") - 1, 0, len(slices))]
+    kept = []
+    while parts:
+        place, cost, slice_of, begin, end = parts.pop()
+        is_last = end - begin == 1
+        middle = (begin + end) // 2
+        early = spent[place] == slices[begin] if is_last else slice_of < middle
+        least = np.minimum.accumulate(np.where(early, cost, np.inf))
+        if is_last:
+            kept.append(place[np.append(True, least[:-1] > cost[1:])])
+            continue
+        late = ~early & (least > cost)
+        halves = (early, begin, middle), (late, middle, end)
+        parts += [(place[half], cost[half], slice_of[half], *bounds) for half, *bounds in halves if half.any()]
+    front: Integers = order[np.sort(np.concatenate(kept))]
+    return front

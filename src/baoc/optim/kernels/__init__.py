@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from baoc.optim.kernels import graphs, native, triton
-from baoc.optim.kernels.eager import EagerKernel
+from baoc.optim.kernels.eager import EagerKernel, Rows
 from baoc.optim.kernels.job import Job
-from baoc.optim.kernels.matrices import Rows
+from baoc.optim.kernels.native import words
 
 logger = logging.getLogger("baoc")
 
@@ -91,7 +91,7 @@ def left_out(kernel: Kernel, jobs: Iterable[Job]) -> str:
         return ""
     by_reason: dict[str, list[str]] = {}
     for job in jobs:
-        reason = native.shortfall(job)
+        reason = words.shortfall(job)
         if reason is not None:
             by_reason.setdefault(reason, []).append(job.name)
     if not by_reason:
@@ -129,7 +129,7 @@ def choose(request: str, device: torch.device) -> Choice:
 
 
 def _native(request: str, device: torch.device) -> Choice:
-    obstacle = native.obstacle() if device.type == "cpu" else "it runs on CPUs only"
+    obstacle = words.obstacle() if device.type == "cpu" else "it runs on CPUs only"
     if obstacle is None:
         kernel = native.NativeKernel()
         reason = "asked for by name" if request == "native" else "one pass over memory"

@@ -22,9 +22,8 @@ from baoc.core.codecs.quantized import INT8_GROUP as GROUP
 from baoc.core.configuration import Layout
 from baoc.core.rounding import phase_at
 from baoc.core.spec import Reach, Scalar
-from baoc.optim.kernels.eager import EagerKernel
+from baoc.optim.kernels.eager import EagerKernel, EagerRows
 from baoc.optim.kernels.job import Job
-from baoc.optim.kernels.matrices import EagerRows
 from baoc.optim.kernels.update import Update
 
 PIECE_NUMEL = 1 << 22  # 16 MiB of fp32 per temporary: enough to keep a GPU busy

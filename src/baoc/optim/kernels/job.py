@@ -12,8 +12,8 @@ from torch import Tensor
 
 from baoc.core.configuration import Layout
 from baoc.core.rounding import rounding_phase
+from baoc.core.sharding import WHOLE, Place, Slice
 from baoc.core.spec import Hyper, Scalar
-from baoc.optim.place import WHOLE, Place, Slice
 from baoc.optim.state import PLAIN, Memo, ParamState, set_age
 
 Numbers = tuple[dict[str, float], dict[str, int], tuple[int, ...]]  # scalars, rounding phase and age of each slot

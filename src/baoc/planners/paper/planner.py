@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from baoc.core.configuration import Configuration, parse
@@ -32,7 +31,6 @@ from baoc.planners.base import (
 )
 from baoc.planners.effects import parsed_candidates
 from baoc.planners.model_facts import ModelFacts
-from baoc.planners.paper import units as structure
 from baoc.planners.paper.coordinates import RATIO
 from baoc.planners.paper.metrics import EPSILON, MetricSettings
 from baoc.planners.paper.problem import (
@@ -41,7 +39,6 @@ from baoc.planners.paper.problem import (
     REFINED,
     PaperProblem,
     change_of,
-    local_shapes,
     unit_diagnostics,
     unit_granularity,
 )
@@ -59,7 +56,7 @@ from baoc.planners.paper.risk import (
 )
 from baoc.planners.paper.sampling import BETA_RHO, Sampler
 from baoc.planners.paper.statistics import GradientStatistics, StatisticsError
-from baoc.planners.paper.times import GPU, MEASURE, Times, UpdateTimes, measure, parsed_times
+from baoc.planners.paper.times import GPU, MEASURE, Times, UpdateTimes, parsed_times
 from baoc.planners.patterns import Patterns, check_patterns
 
 WARMUP = 50
@@ -215,18 +212,18 @@ class PaperPlanner:
             else Plan.uniform(base, model.shapes, {name: model.role(name) for name in model.shapes})
         )
 
-    def plan(
-        self, statistics: GradientStatistics, model: ModelFacts, budget: Budget, times: UpdateTimes | None = None
-    ) -> Plan:
+    def plan(self, statistics: GradientStatistics, model: ModelFacts, budget: Budget) -> Plan:
         """Return the plan for gradient statistics within a budget (Alg. 1, allocation).
 
         Args:
             statistics: of the warm-up.
             model: facts about the model.
             budget: for its state.
-            times: measured ones; by default they are measured if this planner measures.
+
+        Raises:
+            PlanError: no plan fits the budget, or ``times`` is ``"measure"``: a planner does not measure by itself.
         """
-        return self.problem(model, statistics, per_rank=budget.is_per_rank, times=times).plan(budget)
+        return self.problem(model, statistics, per_rank=budget.is_per_rank).plan(budget)
 
     def problem(
         self,
@@ -234,7 +231,6 @@ class PaperPlanner:
         statistics: GradientStatistics | None = None,
         *,
         per_rank: bool = False,
-        times: UpdateTimes | None = None,
     ) -> PaperProblem:
         """Return what does not depend on the budget, to plan for several of them.
 
@@ -242,20 +238,8 @@ class PaperPlanner:
             model: facts about the model.
             statistics: of its gradients; without them all blocks have the metrics of a typical one.
             per_rank: count the bytes of the rank that holds most of sharded parameters, not of all ranks.
-            times: measured ones; by default they are measured if this planner measures and has statistics.
         """
-        if self.times == MEASURE and times is None and statistics is not None:
-            times = self.measured_times(model, torch.device(model.device))
-        return PaperProblem(self, model, statistics, per_rank=per_rank, times=times)
-
-    def measured_times(
-        self, model: ModelFacts, device: torch.device, dtype: torch.dtype = torch.float32
-    ) -> UpdateTimes:
-        """Time one update of every structural unit with every candidate on a device."""
-        held = local_shapes(model)
-        units = structure.structural_units(model.shapes, unit_granularity(self.granularity))
-        shapes = [{name: held[name] for name in unit.parameters} for unit in units]
-        return measure(shapes, self.candidates, device, dtype)  # type: ignore[arg-type]
+        return PaperProblem(self, model, statistics, per_rank=per_rank)
 
     @property
     def metric_settings(self) -> MetricSettings:
@@ -295,6 +279,11 @@ class PaperSession:
     def is_watching(self) -> bool:
         return self._sampler is not None
 
+    @property
+    def needs_times(self) -> bool:
+        """Whether :meth:`plan` must be given measured times: the planner asks for them, and there are none yet."""
+        return self._planner.times == MEASURE and self._times is None
+
     def is_of(self, params: Mapping[str, Tensor]) -> bool:
         """Return whether its samples, if it has any, are of these parameters."""
         return self._sampler is None or (not self._is_renamed and self._sampler.names == tuple(params))
@@ -319,15 +308,12 @@ class PaperSession:
         model: ModelFacts,
         budget: Budget,
         statistics: GradientStatistics | None = None,
+        times: UpdateTimes | None = None,
     ) -> Plan:
         statistics = statistics or self.current_statistics(params, model)
-        times = self._times
-        if self._planner.times == MEASURE and times is None:
-            first = next(iter(params.values()))
-            times = self._planner.measured_times(
-                model, first.device, first.dtype if first.dtype.is_floating_point else torch.float32
-            )
-        return self._planner.plan(statistics, model, budget, times)
+        times = self._times or times
+        planner = self._planner if times is None else dataclasses.replace(self._planner, times=times)
+        return planner.plan(statistics, model, budget)
 
     def current_statistics(self, params: Mapping[str, Tensor], model: ModelFacts) -> GradientStatistics:
         """Return what the samples say now, or said when the last plan was made. All ranks must call it.

@@ -54,7 +54,6 @@ class PaperProblem:
         statistics: GradientStatistics | None,
         *,
         per_rank: bool = False,
-        times: update_times.Times | None = None,
     ) -> None:
         """Build the problem.
 
@@ -63,10 +62,9 @@ class PaperProblem:
             model: facts about the model.
             statistics: of its gradients; without them all blocks have the metrics of a typical one.
             per_rank: count the bytes of the rank that holds most of sharded parameters, not of all ranks.
-            times: measured ones, if the planner measures; without them, those of the cost model.
 
         Raises:
-            PlanError: there are no parameters, or patterns or times do not suit them.
+            PlanError: there are no parameters, patterns or times do not suit them, or times are still to be measured.
         """
         if not any(math.prod(shape) for shape in model.shapes.values()):
             raise PlanError("there is nothing to plan: the model has no parameters, or only empty ones.")
@@ -74,7 +72,11 @@ class PaperProblem:
         self.candidates = cast("tuple[Configuration, ...]", planner.candidates)
         self.reference_bytes = model.reference_bytes(per_rank=per_rank)
         self._per_rank, self._rows = per_rank, model.rows if per_rank else {}
-        self.times = times or (update_times.GPU if planner.times == update_times.MEASURE else planner.times)
+        self.times = planner.times
+        if self.times == update_times.MEASURE:
+            if statistics is not None:
+                raise PlanError("times='measure' must be measured first: planner = baoc.plan.measured(planner, model).")
+            self.times = update_times.GPU  # the plan of a warm-up
         self._metric_settings, self._risk_settings = planner.metric_settings, risk_settings(planner, model, statistics)
         self.names, self.blocks, units = self._partition()
         self.metrics: list[risks.BlockMetrics] = [self._measured(block) for block in self.blocks]

@@ -1,4 +1,4 @@
-"""Update times of blocks (Sec. 3.1): from a cost model, given by the user, from a file, or measured on a device.
+"""Update times of blocks (Sec. 3.1): from a cost model, given by the user, or measured by :mod:`baoc.plan`.
 
 A measurement is of structural units, because these are known before blocks are: the time of a block is the sum over
 its units, however Algorithm 2 or a later plan merges them.
@@ -9,28 +9,23 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from baoc.core.configuration import BUDGET_REFERENCE, Configuration, parse
 from baoc.core.files import read_json, replaced
-from baoc.core.plan import Plan, PlanError
+from baoc.core.plan import PlanError
 from baoc.core.spec import Shape
-from baoc.optim.optimizer import BlockOptimizer
 from baoc.planners import cost
 
 GPU, MEASURE = "gpu", "measure"
 FORMAT = "baoc.update-times"
 VERSION = 1
-_STEPS, _SECONDS = 3, 0.01  # the least to time; the first step, which allocates and compiles, is not timed
 
 Units = Sequence[Mapping[str, Shape]]
 """Shapes by name of each unit of a block, as one rank holds them."""
@@ -162,64 +157,6 @@ def ratios(times: Times, blocks: Sequence[Units], configurations: Sequence[Confi
 def plain(times: Times) -> Any:
     """Return times as JSON values."""
     return {"device": times.device, "seconds": times.seconds} if isinstance(times, UpdateTimes) else times
-
-
-def measure(
-    units: Iterable[Mapping[str, Shape]],
-    configurations: Sequence[Configuration],
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> UpdateTimes:
-    """Time one update of every unit with every configuration and with AdamW16.
-
-    Tensors of the units' shapes are made for it, one unit at a time, so this needs room for the largest unit's
-    weights, gradients and state. Units with equal shapes are measured once.
-
-    Args:
-        units: shapes by name.
-        configurations: to measure.
-        device: where to measure.
-        dtype: of parameters and gradients.
-
-    Returns:
-        Medians in seconds, of at least three updates and ten milliseconds each.
-
-    Example:
-        >>> times = measure([{"weight": (64, 64)}], [parse("sgd")])
-        >>> list(times.seconds), list(times.seconds["64x64"])
-        (['64x64'], ['adamw[m=bf16,v=bf16]', 'sgd'])
-    """
-    device = torch.device(device)
-    distinct = {signature(unit): unit for unit in units if signature(unit)}
-    chosen = dict.fromkeys((BUDGET_REFERENCE, *configurations))
-    seconds = {}
-    for key, unit in sorted(distinct.items()):
-        _one_update(unit, BUDGET_REFERENCE, device, dtype)  # discarded: caches and clocks are cold at first
-        seconds[key] = {str(c): _one_update(unit, c, device, dtype) for c in chosen}
-    return UpdateTimes(str(device), seconds)
-
-
-def _one_update(
-    unit: Mapping[str, Shape], configuration: Configuration, device: torch.device, dtype: torch.dtype
-) -> float:
-    params = {name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for name, shape in unit.items()}
-    for param in params.values():
-        param.grad = torch.linspace(-1, 1, param.numel(), dtype=dtype, device=device).view(param.shape)
-    optimizer = BlockOptimizer(list(params.items()), lr=1e-3, plan=Plan.uniform(configuration, dict(unit)))
-    optimizer.step()
-    taken: list[float] = []
-    while len(taken) < _STEPS or sum(taken) < _SECONDS:
-        _wait(device)
-        start = time.perf_counter()
-        optimizer.step()
-        _wait(device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
 
 
 def _is_positive(value: object) -> bool:

@@ -18,8 +18,9 @@ from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import REGIMES
 from baoc.tools.cli import common, screen
 from baoc.tools.cli.fit_text import States, bytes_by_part, print_answer
-from baoc.tools.fit import PRECISIONS, Answer, Fitter, Measured, Setup
+from baoc.tools.fit import Answer, Fitter
 from baoc.tools.fit.activations import LENGTH
+from baoc.tools.fit.memory import PRECISIONS, Measured, Setup
 from baoc.tools.models import MODELS
 from baoc.tools.models.resolve import resolve
 

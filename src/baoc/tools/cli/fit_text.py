@@ -16,8 +16,7 @@ from baoc.core.spec import Shape
 from baoc.core.text import human_bytes, human_count, table
 from baoc.tools.cli import screen
 from baoc.tools.estimate import Estimate, estimate, split_excluded, trainable_shapes
-from baoc.tools.fit import Answer
-from baoc.tools.fit.answer import GIVEN
+from baoc.tools.fit import GIVEN, Answer
 
 BAR_WIDTH = 78
 STATE = "optimizer state"

@@ -14,6 +14,7 @@ import torch
 
 from baoc.core.configuration import BUDGET_REFERENCE, parse
 from baoc.core.text import table
+from baoc.plan import measured_times
 from baoc.planners.base import AUTO
 from baoc.planners.model_facts import REGIMES, ModelFacts
 from baoc.planners.paper.planner import PaperPlanner
@@ -149,7 +150,7 @@ def run_measure(args: argparse.Namespace) -> None:
         planner = PaperPlanner(granularity=args.granularity, candidates=candidates)
     except ValueError as error:
         raise common.UsageError(str(error)) from error
-    times = planner.measured_times(facts, torch.device(args.device), DTYPES[args.dtype])
+    times = measured_times(planner, facts, torch.device(args.device), DTYPES[args.dtype])
     reference, units = str(BUDGET_REFERENCE), times.seconds.values()
     rows = []
     for name in next(iter(units), {}):

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.text import human_bytes
-from baoc.plan import collect_statistics
+from baoc.plan import collect_statistics, measured
 from baoc.planners.base import AUTO, Budget
 from baoc.planners.effect_problem import EffectProblem
 from baoc.planners.model_facts import ModelFacts, TokenCounter
-from baoc.planners.paper.collect import LossFunction
 from baoc.planners.paper.planner import WARMUP
 from baoc.planners.paper.problem import PaperProblem
-from baoc.planners.paper.statistics import GradientStatistics
+from baoc.planners.paper.statistics import GradientStatistics, LossFunction
 from baoc.tools.cli import common, screen
 from baoc.tools.models import ModelError
 from baoc.tools.models.resolve import call_function, explained, importable, resolve
@@ -120,7 +119,7 @@ def load_problem(args: argparse.Namespace) -> EffectProblem | PaperProblem:
     if Path(args.source).is_file() and not args.source.endswith(".json"):
         statistics = common.load_statistics(args.source)
         model = dataclasses.replace(statistics.model, hyper=common.hyper_of(args, statistics.betas))
-        return planner.problem(model, None if is_dry else statistics)
+        return planner.problem(model) if is_dry else measured(planner, model).problem(model, statistics)
     with contextlib.redirect_stdout(sys.stderr):  # keep prints of model code out of the output
         found = resolve(args.source)
     if args.planner == common.PAPER and not is_dry:
@@ -149,7 +148,7 @@ def _problem_of_workload(args: argparse.Namespace, is_dry: bool) -> EffectProble
     if out is not None:
         statistics.save(out)
         _note(f"saved the gradient statistics to {out} ({human_bytes(Path(out).stat().st_size)})", args)
-    return planner.problem(model, statistics)
+    return measured(planner, model).problem(model, statistics)
 
 
 def _warm_up(workload: Workload, args: argparse.Namespace) -> GradientStatistics:

@@ -1,19 +1,237 @@
-"""Estimate the memory of a training step on every rank, and find the best plan that fits."""
+"""Estimate the memory of a training step on every rank, and find the best plan that fits.
 
-from baoc.tools.fit.activations import Activations, trace
-from baoc.tools.fit.answer import Answer, Change, Choice, Fitter
-from baoc.tools.fit.memory import PRECISIONS, FitError, Measured, Memory, Setup
+This module decides whether a training setup fits on a GPU, with which plan, and what else could be changed.
+"""
 
-__all__ = [
-    "PRECISIONS",
-    "Activations",
-    "Answer",
-    "Change",
-    "Choice",
-    "FitError",
-    "Fitter",
-    "Measured",
-    "Memory",
-    "Setup",
-    "trace",
-]
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from baoc.core.configuration import Configuration, parse
+from baoc.core.plan import Plan, PlanError
+from baoc.core.roles import Role
+from baoc.core.sharding import rows_per_rank
+from baoc.planners.base import AUTO, Budget
+from baoc.planners.effect_problem import EffectProblem
+from baoc.planners.effect_table import elements
+from baoc.planners.effects import EffectPlanner
+from baoc.planners.model_facts import ModelFacts
+from baoc.planners.placement import plan_traffic
+from baoc.tools.fit.memory import FitError, Measured, Memory, Setup
+
+UNIFORM = ("adamw-32", "adamw-16", "adamw-8")
+"""Uniform configurations to compare with."""
+BUS = 25e9
+"""Bytes per second between host and GPU in one direction: PCIe 4.0 x16."""
+GIVEN = "this budget"
+BEST, BEST_OF_ALL, SMALLEST = "best plan that fits", 'best plan, memory="auto"', "smallest plan"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One optimizer configuration.
+
+    Attributes:
+        name: What the table calls it.
+        plan: The plan.
+        state: Bytes of state on the rank that holds the most, without state in host memory.
+        workspace: Bytes that an update needs for a moment beyond those of activations, which are freed by then.
+        total: Bytes of everything on that rank.
+        loss: Expected change of the loss, in percent of AdamW32's. None if it was not measured.
+    """
+
+    name: str
+    plan: Plan
+    state: int
+    workspace: int
+    total: int
+    loss: float | None
+
+    def fits(self, gpu: int | None) -> bool:
+        """Return whether it fits into ``gpu`` bytes. Without a limit, everything fits."""
+        return gpu is None or self.total <= gpu
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another change of the setup, and its memory with the best plan that then fits."""
+
+    what: str
+    total: int
+    fits: bool
+    loss: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result for one setup. ``chosen`` is the best plan that fits, or the smallest plan if none fits."""
+
+    setup: Setup
+    memory: Memory
+    gpu: int | None
+    chosen: Choice
+    choices: tuple[Choice, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the chosen plan fits."""
+        return self.chosen.fits(self.gpu)
+
+
+class Fitter:
+    """Finds plans that fit for one model. Reuse it for several setups: planners are cached.
+
+    Args:
+        measured: The model.
+        planner: Settings of the planner.
+
+    Example:
+        >>> import torch
+        >>> with torch.device("meta"):
+        ...     fitter = Fitter(Measured(torch.nn.Linear(1024, 1024), activations=2**20))
+        >>> answer = fitter.ask(Setup(reserve=0), gpu=8 * 2**20)
+        >>> answer.fits, answer.chosen.state <= 3 * 2**20
+        (True, True)
+    """
+
+    def __init__(self, measured: Measured, planner: EffectPlanner | None = None) -> None:
+        self._measured, self._planner = measured, planner or EffectPlanner()
+        self._model = ModelFacts.of(measured.model)
+        self._problems: dict[tuple[int, int], EffectProblem] = {}  # by tokens and shards
+
+    def ask(
+        self,
+        setup: Setup,
+        gpu: int | None = None,
+        memory: float | int | str | None = None,
+        host_memory: float | int | str | None = None,
+    ) -> Answer:
+        """Find the best plan for a setup and the alternatives to it.
+
+        Args:
+            setup: How the model is trained.
+            gpu: Bytes of memory of a GPU. None means no limit.
+            memory: A budget for optimizer state. None means the best that fits.
+            host_memory: A budget for state in host memory.
+
+        Returns:
+            The answer.
+
+        Raises:
+            FitError: If state in host memory is combined with sharding.
+        """
+        if host_memory is not None and setup.shards > 1:
+            raise FitError("state in host memory does not work with sharded parameters. Leave out --fsdp.")
+        needed = self._measured.memory(setup)
+        if memory is None:
+            problem = self._problem(setup)
+            plan = _best_plan(problem, gpu, needed, setup.shards, host_memory)
+        else:
+            budget = Budget(memory, host_memory)
+            problem = self._problem(setup, per_rank=budget.is_per_rank)
+            plan = problem.plan(budget)
+        others = {BEST_OF_ALL: problem.plan(Budget(AUTO)), SMALLEST: _smallest_plan(problem)}
+        same = next((name for name, other in others.items() if other.blocks == plan.blocks), BEST)
+        chosen = _choice(same if memory is None else GIVEN, plan, needed, setup)
+        choices = [
+            *(self._uniform(name, needed, setup) for name in UNIFORM),
+            chosen,
+            *(_choice(name, other, needed, setup) for name, other in others.items() if other.blocks != plan.blocks),
+        ]
+        changes = list(self._changes(setup, gpu))
+        if setup.shards == 1 and not plan.host_bytes:
+            changes.append(self._offloaded(setup, gpu, needed))
+        return Answer(setup, needed, gpu, chosen, tuple(choices), tuple(changes))
+
+    def _problem(self, setup: Setup, *, per_rank: bool = True) -> EffectProblem:
+        """Return the problem of a setup, whose budgets are for each rank or for all ranks together."""
+        # Each rank updates only its shard, so the update is a smaller part of the step.
+        tokens = self._planner.tokens or self._measured.memory(setup).tokens * setup.shards
+        shards = setup.shards if per_rank else 1
+        key = tokens, shards
+        if key not in self._problems:
+            shapes = self._measured.weights.trained
+            rows = {name: rows_per_rank(shape[0], shards) for name, shape in shapes.items() if shape}
+            model = replace(self._model, shapes=shapes, tokens=tokens, rows=rows if shards > 1 else {})
+            self._problems[key] = self._planner.problem(model, per_rank=shards > 1)
+        return self._problems[key]
+
+    def _uniform(self, name: str, needed: Memory, setup: Setup) -> Choice:
+        problem = self._problem(setup)
+        plan = Plan.uniform(name, problem.model.shapes, {n: problem.model.role(n) for n in problem.model.shapes})
+        return replace(_choice(name, plan, needed, setup), loss=_uniform_loss(parse(name), problem))
+
+    def _changes(self, setup: Setup, gpu: int | None) -> Iterator[Change]:
+        """Yield single changes of the setup. Changes of activations need activations that are counted."""
+        others = {"--fsdp": replace(setup, fsdp=setup.world_size > 1)}
+        if self._measured.is_counted(setup):
+            others |= {"--checkpointing": replace(setup, checkpointing=True), "--batch 1": replace(setup, batch=1)}
+        for what, other in others.items():
+            if other != setup:
+                memory = self._measured.memory(other)
+                choice = _choice(what, _best_plan(self._problem(other), gpu, memory, other.shards), memory, other)
+                yield Change(what, choice.total, choice.fits(gpu), choice.loss)
+
+    def _offloaded(self, setup: Setup, gpu: int | None, needed: Memory) -> Change:
+        """Return the change to state in host memory: the best plan, with a bus that transfers in both directions."""
+        plan = _best_plan(self._problem(setup), None, needed, setup.shards).offloaded()
+        seconds = max(plan_traffic(plan, setup.precision.weights, setup.precision.gradients)) / BUS
+        return Change(
+            "state in host memory",
+            (total := needed.total + _workspace(plan, needed)),
+            gpu is None or total <= gpu,
+            plan.settings.get("expected_loss"),
+            f"--host-memory {math.ceil(plan.host_bytes / 2**20)}MiB, at least {seconds:.2g} s a step at "
+            f"{BUS / 1e9:g} GB/s",
+        )
+
+
+def _choice(name: str, plan: Plan, needed: Memory, setup: Setup) -> Choice:
+    state = plan.sharded(setup.shards).device_bytes_per_rank
+    workspace = _workspace(plan, needed)
+    return Choice(name, plan, state, workspace, needed.total + workspace + state, plan.settings.get("expected_loss"))
+
+
+def _workspace(plan: Plan, needed: Memory) -> int:
+    """Return the bytes of an update's workspace for which activations leave no room."""
+    return max(0, plan.workspace_bytes - (needed.activations or 0))
+
+
+def _best_plan(
+    problem: EffectProblem,
+    gpu: int | None,
+    needed: Memory,
+    shards: int,
+    host_memory: float | int | str | None = None,
+) -> Plan:
+    """Return the best plan that fits on a GPU beside what else is needed, or the smallest plan."""
+    plan = problem.plan(Budget(AUTO))
+    room = None if gpu is None else gpu - needed.total - _workspace(plan, needed)
+    if room is None or plan.sharded(shards).state_bytes_per_rank <= room:
+        return plan
+    try:
+        return problem.plan(Budget(f"{max(0, room)}B", host_memory))
+    except PlanError:  # nothing fits
+        return _smallest_plan(problem)
+
+
+def _smallest_plan(problem: EffectProblem) -> Plan:
+    return problem.plan(Budget(0.0))
+
+
+def _uniform_loss(configuration: Configuration, problem: EffectProblem) -> float | None:
+    """Return the measured loss of one configuration for all parameters. Vectors count as fp32."""
+    model, table = problem.model, problem.table
+    sizes = [(model.planned_role(name), math.prod(shape)) for name, shape in model.shapes.items()]
+    totals = elements(sizes)
+    loss = 0.0
+    for role, numel in sizes:
+        effect = table.effect(problem.regime, role, configuration)
+        if effect is None and role is not Role.VECTOR:
+            return None
+        loss += numel / max(1, totals[role]) * (effect.loss if effect else 0.0)
+    return loss

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from baoc.tools.models.named import ALIASES, MODELS, ModelError, optional_package
+from baoc.tools.models import ALIASES, MODELS, ModelError, optional_package
 
 CONFIG = "config.json"
 _HUB_KEYS = frozenset(

@@ -22,6 +22,7 @@ from baoc.core.files import replaced
 from baoc.core.plan import Plan
 from baoc.core.roles import Role, role_of
 from baoc.core.spec import Hyper, Shape
+from baoc.plan import measured
 from baoc.planners.base import Budget
 from baoc.planners.effect_problem import EffectProblem
 from baoc.planners.effects import EffectPlanner
@@ -185,7 +186,7 @@ def _problem(sources: Sources, shapes: Mapping[str, Shape]) -> EffectProblem | P
     """Return the problem whose plans over all budgets are shown; ``None`` if it needs gradient statistics."""
     if sources.statistics is not None:
         model = replace(sources.statistics.model, hyper=sources.hyper)
-        return sources.planner.problem(model, sources.statistics)
+        return measured(sources.planner, model).problem(model, sources.statistics)
     made = next(reversed(sources.all_plans().values())).settings
     if isinstance(sources.planner, PaperPlanner) or made.get("planner", "effects") != "effects":
         return None

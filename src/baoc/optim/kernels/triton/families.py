@@ -44,8 +44,8 @@ from baoc.core.mechanisms import (
     Spectral,
 )
 from baoc.core.roles import matrix_shape
+from baoc.core.sharding import Negated
 from baoc.optim.kernels.job import Job
-from baoc.optim.place import Negated
 
 Use = Literal["step", "direction", "move"]
 """``"step"`` is the whole update. Rules that need whole matrices take two launches instead: ``"direction"`` advances

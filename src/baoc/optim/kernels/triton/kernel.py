@@ -19,13 +19,13 @@ from torch import Tensor
 
 from baoc.core.codecs import Format
 from baoc.core.configuration import Layout
+from baoc.core.sharding import Place
 from baoc.core.spec import Reach, Scalar
 from baoc.optim.kernels import graphs
+from baoc.optim.kernels.eager import EagerRows, run_matrices, sets_length
 from baoc.optim.kernels.job import Job
-from baoc.optim.kernels.matrices import EagerRows, run_matrices, sets_length
 from baoc.optim.kernels.triton.families import ALIGNMENT, Family, Form, Use, Word, form_of
 from baoc.optim.kernels.triton.tables import Numbers, Tables, Tiles
-from baoc.optim.place import Place
 
 logger = logging.getLogger("baoc")
 

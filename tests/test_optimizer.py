@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import inspect
 import io
 import json
 import logging
 import math
 import pickle
+import weakref
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -175,6 +177,18 @@ def test_the_change_of_plans_holds_little_more_than_the_budget(planner):
     largest = max(param.numel() for param in model.parameters()) * 4
     samples = 2_000_000  # the metrics' own arrays, which do not grow with the model
     assert memory.peak <= 0.5 * optimizer.plan.reference_bytes + largest + samples
+
+
+@by_planner
+def test_a_model_is_freed_with_its_optimizer(planner):
+    """Nothing outlives them: a sweep that builds many optimizers must not hold every model it has seen."""
+    model = make_model()
+    optimizer = make(model, planner)
+    run(model, optimizer, range(WARMUP + 1))
+    params = [weakref.ref(param) for param in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert not any(param() is not None for param in params)
 
 
 def test_the_plan_says_what_and_why():

@@ -78,7 +78,8 @@ def _overview_cell(line: Line) -> str:
     test, share, against = (COLUMNS[name].spread(line) for name in ("test", "share", "against"))
     if test is None or share is None:
         return "does not fit" if line.failure else "diverged"
-    difference = f" ({against.mean:+.1f} ± {against.std or 0.0:.1f})" if against is not None else ""
+    spread = f" ± {against.std:.1f}" if against is not None and against.std is not None else ""
+    difference = f" ({against.mean:+.1f}{spread})" if against is not None else ""
     return f"{test.mean:.3g}{difference}, {share.mean:.0f}%{EDGE if line.at_edge else ''}"
 
 

@@ -170,7 +170,9 @@ class Update:
         idle = grad == 0 if any(each.rounds for each in stored) else None
         for each in stored:
             name = each.slot.name
-            rounding = Rounding(self._job.phases[name], idle if each.slot.signed else None, self._job.place.first_row)
+            resting = idle if each.slot.signed else None
+            layout, first_row = self._job.layout, self._job.place.first_row
+            rounding = Rounding(self._job.phases[name], resting, first_row, layout.idle_shift)
             each.encode(self._held[name], rows, slots[name], rounding)
 
     def _step_factor(self, tiles: Sequence[slice]) -> Tensor:

@@ -41,8 +41,8 @@ def check_patterns(name: str, patterns: object, known: Sequence[Configuration] =
         for pattern in [what] if isinstance(what, str) else what:
             if not any(_names_configuration(pattern, each) for each in known):
                 raise ValueError(
-                    f"{name} has {pattern!r}, which names no configuration. Write one such as 'adamw-8', an update rule "
-                    "such as 'sgd', or a pattern such as 'sgd*'."
+                    f"{name} has {pattern!r}, which names no configuration. Write one such as 'adamw-8', an update "
+                    "rule such as 'sgd', or a pattern such as 'sgd*'."
                 )
 
 

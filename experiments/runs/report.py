@@ -81,7 +81,8 @@ def _overview_cell(line: Line) -> str:
         return "does not fit" if line.failure else "diverged"
     spread = f" ± {against.std:.1f}" if against is not None and against.std is not None else ""
     difference = f" ({against.mean:+.1f}{spread})" if against is not None else ""
-    return f"{test.mean:.3g}{difference}, {share.mean:.0f}%{EDGE if line.at_edge else ''}{OVER if line.over_budget else ''}"
+    marks = EDGE * line.at_edge + OVER * bool(line.over_budget)
+    return f"{test.mean:.3g}{difference}, {share.mean:.0f}%{marks}"
 
 
 def choices(results: Mapping[str, Sequence[Line]]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
@@ -31,4 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    return program.run(parser, COMMANDS, argv, (MethodError, RunError))
+    code = program.run(parser, COMMANDS, argv, (MethodError, RunError))
+    if code == program.INTERRUPTED:
+        kept = "Finished runs are kept. The same command goes on from the last checkpoint."
+        print(f"{parser.prog}: interrupted. {kept}", file=sys.stderr)
+    return code

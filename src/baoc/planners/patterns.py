@@ -38,7 +38,7 @@ def check_patterns(name: str, patterns: object, known: Sequence[Configuration] =
                 f"such as {{'head.*': 'sgd*'}}; got {patterns!r}."
             )
     for what in values if known else ():
-        for pattern in [what] if isinstance(what, str) else what:
+        for pattern in [what] if isinstance(what, str) else list(what):  # type: ignore[arg-type]
             if not any(_names_configuration(pattern, each) for each in known):
                 raise ValueError(
                     f"{name} has {pattern!r}, which names no configuration. Write one such as 'adamw-8', an update "

@@ -395,7 +395,7 @@ def _parsed_candidates(candidates: object) -> tuple[Configuration, ...]:
     if not isinstance(candidates, (str, Configuration, Iterable)):
         raise ValueError(f"candidates must be a list of configurations such as ['adamw-8', 'sgd'], got {candidates!r}.")
     try:
-        return parsed_candidates(candidates)
+        return parsed_candidates(candidates if isinstance(candidates, (str, Configuration)) else tuple(candidates))
     except ConfigurationError as error:
         raise ConfigurationError(f"candidates must be configurations: {error}") from error
 

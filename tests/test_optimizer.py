@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import inspect
 import io
 import json
 import logging
 import math
 import pickle
+import weakref
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -177,6 +179,18 @@ def test_the_change_of_plans_holds_little_more_than_the_budget(planner):
     assert memory.peak <= 0.5 * optimizer.plan.reference_bytes + largest + samples
 
 
+@by_planner
+def test_a_model_is_freed_with_its_optimizer(planner):
+    """Nothing outlives them: a sweep that builds many optimizers must not hold every model it has seen."""
+    model = make_model()
+    optimizer = make(model, planner)
+    run(model, optimizer, range(WARMUP + 1))
+    params = [weakref.ref(param) for param in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert not any(param() is not None for param in params)
+
+
 def test_the_plan_says_what_and_why():
     model = make_model()
     optimizer = make(model, PLANNERS["paper within the budget"])
@@ -309,15 +323,18 @@ def test_a_model_may_change_its_dtype(planner):
     assert not optimizer.is_warming_up and state_bytes(optimizer) == optimizer.plan.state_bytes
 
 
+@pytest.mark.parametrize("keys", [("params", "param_names"), ("params",)], ids="+".join)
 @by_planner
-def test_parameters_may_leave_in_the_warmup(planner, caplog):
+def test_parameters_may_leave_in_the_warmup(planner, keys, caplog):
     model = make_model()
     optimizer = make(model, planner)
     run(model, optimizer, range(3))
-    gone, _ = (optimizer.param_groups[0][key].pop(3) for key in ("params", "param_names"))
+    gone, *_ = [optimizer.param_groups[0][key].pop(3) for key in keys]
     run(model, optimizer, range(3, WARMUP + 3))
     assert not optimizer.is_warming_up and "no plan could be made" not in caplog.text
-    assert len(list(optimizer.plan.by_parameter)) == len(list(model.parameters())) - 1
+    left = [name for name, param in model.named_parameters() if param is not gone]
+    assert sorted(name for name, _ in optimizer.plan.by_parameter) == sorted(left)
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == left
     assert gone.grad is not None
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
-from baoc.tools.cli import run
+from baoc.tools.cli import INTERRUPTED, run
 from baoc.tools.cli.common import Parser
 from experiments.commands import ablation, frontier, paper, record, statemem, train, workloads, zoo
 from experiments.methods import MethodError
@@ -31,4 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    return run(parser, COMMANDS, argv, (MethodError, RunError))
+    code = run(parser, COMMANDS, argv, (MethodError, RunError))
+    if code == INTERRUPTED:
+        kept = "Finished runs are kept. The same command goes on from the last checkpoint."
+        print(f"{parser.prog}: interrupted. {kept}", file=sys.stderr)
+    return code

@@ -21,7 +21,8 @@ the paper does not define its own. Each section has what the paper says about an
 and whether both say the same; what differs comes first. Differences are of the test score (for diffusion the training
 loss, as in the paper), seed by seed, mean ± standard error in percent, for accuracies in points. Less than two standard
 errors, or than half a percent, is no difference. Then come all methods: test score, in brackets its difference to
-AdamW16's (mean ± standard deviation), and the state held in percent of AdamW16's.
+AdamW16's (mean ± standard deviation), and the state held in percent of AdamW16's. §: no plan fits the budget after the
+warm-up, so training stays on AdamW16.
 [How to run it](../experiments.md)."""
 
 

@@ -11,7 +11,7 @@ from experiments.runs import figures, markdown, page, tables
 from experiments.runs.catalog import Experiment
 from experiments.runs.store import Store, StoreError
 from experiments.runs.summary import Line, summarise
-from experiments.runs.tables import COLUMNS, EDGE
+from experiments.runs.tables import COLUMNS, EDGE, OVER
 
 
 def write(store: Store, experiment: Experiment) -> list[Path]:
@@ -50,7 +50,8 @@ def in_order(results: Mapping[str, Sequence[Line]], experiment: Experiment) -> d
 
 _ABOUT_OVERVIEW = (
     "Test score (for accuracies higher is better, else lower), in brackets its difference to {reference}'s seed by\n"
-    "seed (points for accuracies, else percent), then the state held in percent of AdamW16's."
+    "seed (points for accuracies, else percent), then the state held in percent of AdamW16's.\n"
+    "§: no plan fits the budget after the warm-up, so training stays on AdamW16."
 )
 
 
@@ -78,8 +79,10 @@ def _overview_cell(line: Line) -> str:
     test, share, against = (COLUMNS[name].spread(line) for name in ("test", "share", "against"))
     if test is None or share is None:
         return "does not fit" if line.failure else "diverged"
-    difference = f" ({against.mean:+.1f} ± {against.std or 0.0:.1f})" if against is not None else ""
-    return f"{test.mean:.3g}{difference}, {share.mean:.0f}%{EDGE if line.at_edge else ''}"
+    spread = f" ± {against.std:.1f}" if against is not None and against.std is not None else ""
+    difference = f" ({against.mean:+.1f}{spread})" if against is not None else ""
+    marks = EDGE * line.at_edge + OVER * bool(line.over_budget)
+    return f"{test.mean:.3g}{difference}, {share.mean:.0f}%{marks}"
 
 
 def choices(results: Mapping[str, Sequence[Line]]) -> str | None:

@@ -148,6 +148,7 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
         return
     with suppress(OSError):  # some containers forbid it; the peak is then that of all runs so far
+        process.return_freed()  # else what is left of earlier runs counts in this one's peak
         process.forget_peak()
 
 

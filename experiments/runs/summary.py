@@ -98,6 +98,16 @@ class Line:
         return sum(bool(row.get("same_plan")) for row in self.rows)
 
     @property
+    def over_budget(self) -> int:
+        """How many seeds hold more than the share in their method's name: no plan fitted after the warm-up."""
+        _, _, share = str(self["method"]).partition("@")
+        try:
+            budget = float(share)
+        except ValueError:  # "auto", or no budget
+            return 0
+        return sum(row["state_bytes"] > budget * row["reference_bytes"] for row in self.trained)
+
+    @property
     def moved(self) -> Spread | None:
         """The percentage of parameters that must change their configuration to get from the baseline's plan to this."""
         if self.baseline is None:

@@ -12,11 +12,12 @@ from experiments.runs.cell import Row
 from experiments.runs.summary import Line, Spread
 
 MB = 2**20  # as in the paper
-EDGE, UNTUNED, DIVERGED = "†", "…", "‡"
+EDGE, UNTUNED, DIVERGED, OVER = "†", "…", "‡", "§"
 _NOTES = {
     EDGE: "the best learning rate is at the edge of the grid",
     UNTUNED: "not all learning rates have been tried yet",
     DIVERGED: "some seeds diverged, and are not in the means",
+    OVER: "no plan fits the budget after the warm-up, so training stays on AdamW16 and above the budget",
 }
 
 
@@ -123,6 +124,8 @@ def _best_line(lines: Sequence[Line]) -> Line | None:
 def _name(line: Line) -> str:
     if line.failure:
         return f"{line['label']} (does not fit)"
+    if line.over_budget:
+        return f"{line['label']}{OVER}"
     if not line.same_plans:
         return str(line["label"])
     some = "" if line.same_plans == len(line.rows) else f", {line.same_plans} of {len(line.rows)} seeds"

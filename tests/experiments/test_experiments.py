@@ -126,6 +126,15 @@ def test_the_commands_are_there(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"python -m experiments {name}" in capsys.readouterr().out
 
 
+def test_an_interrupt_says_how_to_go_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(request: object, **settings: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiments.runs, "tables_of", interrupted)
+    assert main(["paper", "exp2", "--tables-only"]) == 130
+    assert "The same command goes on from the last checkpoint." in capsys.readouterr().err
+
+
 def test_the_module_runs_as_the_command_and_help_loads_no_other_library() -> None:
     code = (
         "import contextlib, runpy, sys\n"

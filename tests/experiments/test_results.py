@@ -208,6 +208,25 @@ def test_the_page_has_what_the_paper_says_and_what_is_seen(tmp_path: Path) -> No
     assert paper_page.write(tmp_path / "paper").read_text() == text + "\n## Reading\n\nIt is slower.\n"
 
 
+def test_runs_above_their_budget_are_marked_and_prove_nothing(tmp_path: Path) -> None:
+    """After the warm-up no plan may fit. Training goes on with AdamW16, whose score is not the paper's method's."""
+    about = {"reference_bytes": 2**20, "settings": SETTINGS}
+    rows = [
+        made_up("baoc-paper@0.5", 0, 10.0, state_bytes=2**19, **about),
+        made_up("baoc-paper@0.5", 0, 9.0, state_bytes=2**20, variant="no-SGD", label="no-SGD", **about),
+    ]
+    table = written(tmp_path / "paper" / "diagnostics", "diagnostics", rows)[0].read_text()
+    assert "| no-SGD§ |" in table and "§ no plan fits the budget after the warm-up" in table
+    text = paper_page.write(tmp_path / "paper").read_text()
+    assert "| without SGD it is better (UNet) | w no plan fits the budget | no |" in text
+
+
+def test_one_seed_has_no_spread(tmp_path: Path) -> None:
+    rows = [made_up("adamw16", 0, 10.0), made_up("adamw8", 0, 9.0)]
+    written(tmp_path, "exp1", rows)
+    assert "9 (-10.0), 50%" in (tmp_path / "overview.md").read_text()
+
+
 SETTINGS = {"batch_size": 4, "length": None, "pretrained": None, "eval_batches": None}
 
 

@@ -57,6 +57,19 @@ def test_no_copy_of_a_whole_state_is_made(configuration, kernel):
     assert memory.peak <= 20 * tile + of_matrix and 20 * tile < param.numel() * 4
 
 
+def test_a_stack_needs_no_more_than_its_matrices_do():
+    """The squares that set lengths were of whole matrices: two more than ``Plan.workspace_bytes`` counts."""
+    shape = (2, 1024, 768)
+    param = nn.Parameter(torch.randn(shape))
+    optimizer = BlockOptimizer([param], plan="muon-8", kernel="native")
+    train(optimizer, param, gradients(shape, 1))
+    param.grad = torch.randn(shape)
+    with PeakMemory() as memory:
+        optimizer.step()
+    of_matrices = 2 * parse("muon-8").mechanism.workspace(1024, 768) * 4
+    assert memory.peak <= of_matrices + 4 * eager.TILE_NUMEL * 4
+
+
 @pytest.mark.parametrize("codec", ["factored", "row-mean", "col-mean"])
 def test_means_of_parameters_that_share_a_graph_are_their_own(codec, monkeypatch):
     """A graph serves many heights, so it must not have the height of the first one built in."""

@@ -335,8 +335,6 @@ def test_preference_by_pattern_is_lambda_off_the_risk(modules: PaperProblem) -> 
 
 @pytest.mark.parametrize("rule", ["forbid", "prefer"])
 def test_patterns_that_match_nothing_are_errors(rule: str) -> None:
-    with pytest.raises(PlanError, match=r"'lamb\*' names no candidate"):
-        problem(**{rule: "lamb*"})
     with pytest.raises(PlanError, match=r"'\*embedding\*' names no block and no parameter.*Blocks: embed"):
         problem(**{rule: {"*embedding*": "sgd*"}})
 

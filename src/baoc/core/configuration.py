@@ -20,9 +20,10 @@ from difflib import get_close_matches
 
 import torch
 
-from baoc.core.codecs import CODECS, Codec, Format
+from baoc.core.codecs import CODECS, Codec, Format, SummedFormat
 from baoc.core.mechanisms import MECHANISMS, Mechanism
 from baoc.core.roles import Role, role_of
+from baoc.core.rounding import IDLE_SHIFT, LOOSE_IDLE_SHIFT
 from baoc.core.spec import Buffer, Reach, Shape, Slot
 
 _BITS_TO_CODEC = {32: "fp32", 16: "bf16", 8: "int8", 4: "int4"}
@@ -74,6 +75,8 @@ class Layout:
     reach: Reach = field(init=False)
     shares: bool = field(init=False)
     """A non-finite or huge gradient of one element would change other elements, or would stay in the state unseen."""
+    idle_shift: int = field(init=False)
+    """How far rounding may enlarge a signed element without gradient: see :class:`~baoc.core.rounding.Rounding`."""
     nbytes: int = field(init=False)
     age_keys: tuple[str, ...] = field(init=False)
 
@@ -83,6 +86,8 @@ class Layout:
         object.__setattr__(self, "mechanism", mechanism)
         object.__setattr__(self, "reach", max([mechanism.reach, *(each.reach for each in self.formats)]))
         object.__setattr__(self, "shares", shares)
+        has_own_square = any(not each.slot.signed and not isinstance(each, SummedFormat) for each in self.formats)
+        object.__setattr__(self, "idle_shift", IDLE_SHIFT if has_own_square else LOOSE_IDLE_SHIFT)
         object.__setattr__(self, "age_keys", tuple(each.age_key for each in self.formats))
         object.__setattr__(self, "nbytes", sum(buffer.nbytes for buffer in self.buffers.values()))
 

@@ -32,9 +32,14 @@ NOISE_MARGIN = 8
 value that is representable up to fp32 rounding error is stored as it is."""
 
 IDLE_SHIFT = 5
-"""Rounding makes an element without gradient larger by at most ``2**-IDLE_SHIFT``, where elements share a scale. Codes
-above the lowest octave of int8 are this close together, so there nothing changes; smaller ones shrink with every step
-for beta1 up to 0.969."""
+"""Rounding makes an element without gradient larger by at most ``2**-IDLE_SHIFT``, where elements share a scale and
+each has a second moment of its own. Codes above the lowest octave of int8 are this close together, so there nothing
+changes; smaller ones shrink with every step for beta1 up to 0.969. The codes of int4 are further apart, so its momentum
+is rounded down at rest."""
+
+LOOSE_IDLE_SHIFT = 0
+"""The same without such a second moment: rounding at most doubles an element. Then one that stays on its code is as far
+from zero as its neighbors, which go on feeding what it is divided by. A decaying int4 code keeps its mean."""
 
 
 def rounding_phase(age: int, slot_index: int) -> int:
@@ -90,14 +95,16 @@ class Rounding:
         phase: the phase of the sequence. ``None`` rounds to nearest.
         idle: elements without gradient, as booleans of the tile's shape. They are dithered too, so one that rests
             between gradients moves as far as with exact state, on average. But where elements share a scale, rounding
-            adds at most 1/32 (:data:`IDLE_SHIFT`) to one of them: the smallest codes are a long way for a small
-            element, and it must not stay on one of them while its second moment decays.
+            adds at most ``2**-idle_shift`` to one of them: the smallest codes are a long way for a small element, and
+            it must not stay on one of them while its second moment decays.
         first_row: the row of the whole parameter at which this rank's rows start, so that a shard rounds as the whole.
+        idle_shift: :data:`IDLE_SHIFT` or :data:`LOOSE_IDLE_SHIFT`.
     """
 
     phase: int | Tensor | None = None
     idle: Tensor | None = None
     first_row: int = 0
+    idle_shift: int = IDLE_SHIFT
 
     def noise(self, first_row: int, shape: Shape, device: torch.device) -> Tensor:
         """Return the noise of a tile. A fraction f of a code rounds up if ``f * 65536 + noise >= 65536``.

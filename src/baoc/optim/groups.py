@@ -116,7 +116,17 @@ class Members:
         refuse_shared_memory((member.name, member.param) for member in self.all)
         self._plan = plan
         self._sources = [_sources(group) for group in groups]
+        self._given_names = {
+            id(param): name for group in groups for param, name in zip(group["params"], group.get("param_names", ()))
+        }
         self._geometry = [_geometry(member.param) for member in self.all]
+
+    def mend_names(self, groups: Sequence[Group]) -> None:
+        """Drop the names of parameters that were taken out of ``params`` alone."""
+        for group in groups:
+            is_short = len(group["params"]) < len(group.get("param_names", ()))
+            if is_short and all(id(param) in self._given_names for param in group["params"]):
+                group["param_names"] = [self._given_names[id(param)] for param in group["params"]]
 
     def are_current(self, groups: Sequence[Group], plan: Plan) -> bool:
         """Return whether groups hold the same objects, of the same geometry, under the same plan."""

@@ -1,8 +1,9 @@
 """State moves between configurations, and learning rates are matched so that updates keep their length.
 
 Update rules have in common the *mean* that a slot stands for: a slot divided by the mass of its recurrence. Means are
-decoded, rescaled and encoded again, a tile at a time and one parameter at a time. So old and new state exist side by
-side for one parameter only, and the old state does not change until the new one is complete.
+decoded, rescaled and encoded again, a tile at a time and one parameter at a time; where the rule stays, one slot at a
+time. So old and new state exist side by side for one parameter or slot only, and the old state does not change until
+the new one is complete.
 """
 
 from __future__ import annotations
@@ -142,8 +143,9 @@ def _late_start(old: Holding, layout: Layout, device: torch.device) -> ParamStat
 class Change:
     """A change of plans, which can be interrupted at any line.
 
-    The state of each parameter is replaced in one operation, and a parameter counts as moved exactly if its new state
-    is installed. So :meth:`plan_so_far` is right at any time.
+    The state of each parameter is replaced in one operation, or in one per slot if the update rule stays, and a
+    parameter counts as moved exactly if its new state is installed. So :meth:`plan_so_far` is right at any time; some
+    parameters may have some slots in the old format and some in the new one.
 
     Args:
         members: all parameters.
@@ -169,27 +171,50 @@ class Change:
         scales = lr_scales(moves) if inherit else {block.name: block.lr_scale for block in plan.blocks}
         self._blocks = [replace(move.block, lr_scale=scales[move.block.name]) for move in moves]
         self._members, self._state, self._plan, self._inherit = members, state, plan, inherit
-        self._left = {index: moves[index] for index in order(moves)}
-        self._new: list[Any] = [self] * len(moves)  # the new state of each; self stands for none yet
+        self._left = {index: moves[index].holding for index in order(moves)}
+        # of each parameter, the states that may be installed now, with their blocks; none before its first one is made
+        self._reached: list[list[tuple[ParamState | None, Block]]] = [[] for _ in moves]
 
     def run(self, attempt: Attempt = alone) -> None:
         """Convert the state of all parameters, one at a time. Nothing is replaced before ``attempt`` has returned."""
         for index in list(self._left):
-            member, move = self._members[index], self._left.pop(index)  # so that old state is freed when it is replaced
-            if member.is_trained or member.param in self._state:
-                self._new[index] = attempt(functools.partial(move.convert, inherit=self._inherit))
-                self._state[member.param] = self._new[index]
-            else:
-                self._new[index] = None
+            member, reached = self._members[index], self._reached[index]
+            holding, target = self._left.pop(index), self._blocks[index]  # so that old state is freed when replaced
+            if not member.is_trained and member.param not in self._state:
+                reached.append((None, target))
+                continue
+            for block in (*(self._on_the_way(member, holding, target) if self._inherit else ()), target):
+                move = Move(holding, block, member.lr_scale)
+                state = attempt(functools.partial(move.convert, inherit=self._inherit))
+                reached.append((state, block))
+                self._state[member.param] = state
+                del reached[:-1]
+                holding = replace(holding, layout=move.layout, state=state)
+                del move
+
+    def _on_the_way(self, member: Member, holding: Holding, target: Block) -> Iterator[Block]:
+        """Yield blocks with one more slot in its new format each, so that slots can be converted one by one."""
+        old, new = member.block.configuration, target.configuration
+        is_plain = holding.layout.configuration == old and new.layout(holding.layout.shape).configuration == new
+        if not holding.ages or not is_plain or old.slots != new.slots or old.mechanism_name != new.mechanism_name:
+            return
+        before, after = ({f.slot.name: f for f in c.layout(holding.layout.shape).formats} for c in (old, new))
+        changed = [name for name in before if before[name] != after[name]]
+        changed.sort(key=lambda name: after[name].nbytes - before[name].nbytes)  # what shrinks makes room
+        codecs = dict(old.codec_names)
+        for name in changed[:-1]:
+            codecs[name] = dict(new.codec_names)[name]
+            yield replace(member.block, configuration=replace(old, codec_names=tuple(codecs.items())))
 
     def plan_so_far(self, old: Plan) -> Plan:
         """Return the plan in which every parameter is in the block that its state is for."""
-        is_new = [self._state.get(member.param) is new for member, new in zip(self._members, self._new)]
-        assigned = [
-            (member.name, member.shape, block if moved else member.block)
-            for member, block, moved in zip(self._members, self._blocks, is_new)
+        blocks = [
+            next((block for state, block in reached if state is self._state.get(member.param)), member.block)
+            for member, reached in zip(self._members, self._reached)
         ]
-        return groups.plan_of(assigned, (self._plan if all(is_new) else old).settings)
+        assigned = [(member.name, member.shape, block) for member, block in zip(self._members, blocks)]
+        is_done = all(block is target for block, target in zip(blocks, self._blocks))
+        return groups.plan_of(assigned, (self._plan if is_done else old).settings)
 
 
 def order(moves: Sequence[Move]) -> list[int]:

@@ -418,6 +418,8 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     def _follow_groups(self) -> None:
         """Fit the plan to the parameters that are there: frameworks add and remove groups without notice."""
+        if self._members is not None:
+            self._members.mend_names(self.param_groups)
         named = dict(groups.named_params(self.param_groups))
         before = {} if self._members is None else {id(member.param): member.name for member in self._members.all}
         names = {before[id(param)]: name for name, param in named.items() if id(param) in before}

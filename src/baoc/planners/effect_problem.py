@@ -67,6 +67,7 @@ class EffectProblem:
         self._rows = model.rows if per_rank else {}
         self._roles = {name: model.planned_role(name) for name in model.shapes}
         self._elements = elements((self._roles[name], math.prod(shape)) for name, shape in model.shapes.items())
+        self._unsuited_rows: dict[tuple[Shape, Role], patterns.Row] = {}
         self._multipliers = self._lr_multipliers()
         self._members, self._class_of, self._problem, self._base_time = self._classes()
         self._groups = [self._group(members) for members in self._members]
@@ -182,7 +183,7 @@ class EffectProblem:
         total = 0.0
         for place, name in enumerate(self._examples):
             share = math.prod(self._shapes[place]) / max(1, self._elements[self._roles[name]])
-            errors = self._effects(self._roles[name])[1]
+            errors = self._effects[self._roles[name]][1]
             total += share * sum(n * error for n, error in zip(solution.counts[place].tolist(), errors))
         return total
 
@@ -305,22 +306,26 @@ class EffectProblem:
 
     def _unsuited(self, name: str) -> patterns.Row:
         """Configurations whose rule would fall back to another one."""
-        shape, role = self.model.shapes[name], self._roles[name]
-        return self._suits(shape, role)
-
-    @functools.cache  # noqa: B019 - lives as long as the problem
-    def _suits(self, shape: Shape, role: Role) -> patterns.Row:
-        return np.array([not each.mechanism.suits(shape, role) for each in self.candidates], dtype=bool)
+        key = self.model.shapes[name], self._roles[name]
+        if key not in self._unsuited_rows:
+            row = np.array([not each.mechanism.suits(*key) for each in self.candidates], dtype=bool)
+            self._unsuited_rows[key] = row
+        return self._unsuited_rows[key]
 
     def _unmeasured(self, name: str) -> patterns.Row:
         """Configurations without a measured effect. Those that the user names may be chosen all the same."""
         if self.planner.candidates is not None:
             return np.zeros(len(self.candidates), dtype=bool)
-        return self._without_effect(self._roles[name])
+        return self._without_effect[self._roles[name]]
 
-    @functools.cache  # noqa: B019
-    def _without_effect(self, role: Role) -> patterns.Row:
-        return np.array([self.table.effect(self.regime, role, each) is None for each in self.candidates], dtype=bool)
+    # Not functools.cache: that of a method is kept by its class, and would keep every model that was ever planned for.
+
+    @functools.cached_property
+    def _without_effect(self) -> dict[Role, patterns.Row]:
+        def row(role: Role) -> list[bool]:
+            return [self.table.effect(self.regime, role, each) is None for each in self.candidates]
+
+        return {role: np.array(row(role), dtype=bool) for role in set(self._roles.values())}
 
     def _group(self, names: Sequence[str]) -> Group:
         classes = [self._class_of[name] for name in names]
@@ -336,13 +341,17 @@ class EffectProblem:
     def _loss(self, name: str, choice: int) -> float:
         role = self._roles[name]
         share = math.prod(self.model.shapes[name]) / max(1, self._elements[role])
-        return share * self._effects(role)[0][choice]
+        return share * self._effects[role][0][choice]
 
-    @functools.cache  # noqa: B019
-    def _effects(self, role: Role) -> tuple[list[float], list[float]]:
-        """Loss and standard error of all candidates, in percent of the loss."""
-        found = [self.table.effect(self.regime, role, each) or Effect(UNKNOWN, UNKNOWN) for each in self.candidates]
-        return [effect.loss for effect in found], [effect.error for effect in found]
+    @functools.cached_property
+    def _effects(self) -> dict[Role, tuple[list[float], list[float]]]:
+        """Loss and standard error of all candidates by role, in percent of the loss."""
+
+        def effects(role: Role) -> tuple[list[float], list[float]]:
+            found = [self.table.effect(self.regime, role, each) or Effect(UNKNOWN, UNKNOWN) for each in self.candidates]
+            return [effect.loss for effect in found], [effect.error for effect in found]
+
+        return {role: effects(role) for role in set(self._roles.values())}
 
     def _bytes(self, name: str, choice: int) -> int:
         return int(self._problem.memory[self._class_of[name], choice])

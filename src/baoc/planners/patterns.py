@@ -17,15 +17,16 @@ Patterns = str | Sequence[str] | Mapping[str, "str | Sequence[str]"]
 Row = NDArray[np.bool_]
 
 
-def check_patterns(name: str, patterns: object) -> None:
+def check_patterns(name: str, patterns: object, known: Sequence[Configuration] = ()) -> None:
     """Raise unless patterns are strings, lists of strings, or a mapping from strings to these.
 
     Args:
         name: of the setting.
         patterns: its value.
+        known: configurations, of which each pattern must name one. Empty: it is not checked.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: they are something else, or name no configuration.
     """
     values = list(patterns.values()) if isinstance(patterns, Mapping) else [patterns]
     keys = list(patterns) if isinstance(patterns, Mapping) else []
@@ -36,6 +37,13 @@ def check_patterns(name: str, patterns: object) -> None:
                 f"{name} must be a pattern such as 'sgd*', a list of patterns, or a mapping from parameters to them "
                 f"such as {{'head.*': 'sgd*'}}; got {patterns!r}."
             )
+    for what in values if known else ():
+        for pattern in [what] if isinstance(what, str) else list(what):  # type: ignore[arg-type]
+            if not any(_names_configuration(pattern, each) for each in known):
+                raise ValueError(
+                    f"{name} has {pattern!r}, which names no configuration. Write one such as 'adamw-8', an update "
+                    "rule such as 'sgd', or a pattern such as 'sgd*'."
+                )
 
 
 def chosen(

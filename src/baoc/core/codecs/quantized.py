@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baoc.core.codecs.base import BF16Format, Codec, Format, FP32Format, Held
-from baoc.core.rounding import IDLE_SHIFT, NOISE_ONE, Rounding
+from baoc.core.rounding import NOISE_ONE, Rounding
 from baoc.core.spec import SMALL_NUMEL, Buffer, Shape, Slot
 
 INT8_GROUP = 256
@@ -121,7 +121,7 @@ class Int8Format(Format):
             bits = _with_equal_steps(size, bits, base)
         above = bits - base
         if rounding.idle is not None:
-            noise = torch.where(to_groups(rounding.idle), torch.minimum(noise, above >> IDLE_SHIFT), noise)
+            noise = torch.where(to_groups(rounding.idle), torch.minimum(noise, above >> rounding.idle_shift), noise)
         code = (above + noise) >> grid.dropped
         if self.slot.signed:
             code = torch.where(grouped < 0, -code, code).clamp(-128, 127)
@@ -247,7 +247,7 @@ class Int4Format(Format):
         scales = top.clamp(min=INT4_SMALLEST_SCALE) * (top > 0)
         level = x.abs() * (INT4_TOP / scales.clamp(min=INT4_SMALLEST_SCALE))
         if rounding.idle is not None:
-            most = (level * (NOISE_ONE >> IDLE_SHIFT)).floor()
+            most = (level * (NOISE_ONE >> rounding.idle_shift)).floor()
             noise = torch.where(self._grouped(rounding.idle), torch.minimum(noise, most), noise)
         code = level.floor()
         code = code + ((level - code) * NOISE_ONE + noise >= NOISE_ONE)

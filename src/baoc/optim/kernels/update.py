@@ -13,6 +13,8 @@ from baoc.core.rounding import Rounding
 from baoc.core.spec import FP32_TINY, SPIKE, Reach, Scalar
 from baoc.optim.kernels.job import Job
 
+_PART_NUMEL = 1 << 16  # as many numbers of a matrix are squared at a time
+
 
 class Update:
     """Reads and writes the rows of one parameter, its gradient and its state."""
@@ -75,7 +77,21 @@ class Update:
 
     def square_partial(self, tiles: Sequence[slice]) -> Tensor | None:
         """What of the rows here goes into the slot that sets the length of matrices, before sums over ranks."""
-        return self._partial(self._length_format, tiles, lambda rows: self._clean(self._grad(rows)))
+        stored = self._length_format
+        if len(stored.matrix) == 2:
+            return self._partial(stored, tiles, lambda rows: self._clean(self._grad(rows)))
+        keep, add, rounding = self._blending(stored)
+        for rows in tiles:
+            stored.absorb(self._held[stored.slot.name], rows, self._mean_squares(rows), keep, add, rounding, None)
+        return None
+
+    def _mean_squares(self, rows: slice) -> Tensor:
+        """The mean of what that slot sees of each matrix of a stack, ``(rows, 1)``, part by part: they may be large."""
+        name, (height, *rest) = self._length_format.slot.name, self._param.shape[1:]
+        sums = torch.zeros(rows.stop - rows.start, 1, dtype=torch.float32, device=self._param.device)
+        for part in row_tiles((height, len(sums), *rest), _PART_NUMEL):
+            sums += self._mechanism.observe(name, self._clean(self._grad((rows, part)))).flatten(1).sum(1, keepdim=True)
+        return sums / max(1, self._param[0].numel())
 
     def length(self, square: Tensor | None, direction_square: Tensor) -> Tensor:
         """Finish that slot; the factor on the updates of matrices, in a shape that broadcasts over the rows.
@@ -116,7 +132,7 @@ class Update:
         wide = target if target.dtype == torch.float32 else target.float()
         target.copy_(wide * self._scalars["shrink"] - direction * step)
 
-    def _grad(self, rows: slice) -> Tensor:
+    def _grad(self, rows: slice | tuple[slice, slice]) -> Tensor:
         """fp32 gradient to descend on, with L2 decay if the mechanism's decay is coupled."""
         grad = self._job.grad.detach()[rows].float()
         grad = -grad if self._job.maximize else grad
@@ -170,7 +186,9 @@ class Update:
         idle = grad == 0 if any(each.rounds for each in stored) else None
         for each in stored:
             name = each.slot.name
-            rounding = Rounding(self._job.phases[name], idle if each.slot.signed else None, self._job.place.first_row)
+            resting = idle if each.slot.signed else None
+            layout, first_row = self._job.layout, self._job.place.first_row
+            rounding = Rounding(self._job.phases[name], resting, first_row, layout.idle_shift)
             each.encode(self._held[name], rows, slots[name], rounding)
 
     def _step_factor(self, tiles: Sequence[slice]) -> Tensor:

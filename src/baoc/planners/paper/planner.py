@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from baoc.core.configuration import Configuration, parse
+from baoc.core.configuration import CATALOG, EXTENDED, Configuration, ConfigurationError, parse
 from baoc.core.plan import Plan
 from baoc.planners.base import (
     Budget,
@@ -168,24 +168,31 @@ class PaperPlanner:
         _check_number("epsilon", self.epsilon, above=0.0)
         for name in ("beta_m", "beta_v", "beta_rho"):
             _check_number(name, getattr(self, name), below=1.0)
-        for name in ("min_share", "gamma", "preference"):
+        _check_number("min_share", self.min_share, at_most=1.0)
+        for name in ("gamma", "preference"):
             _check_number(name, getattr(self, name))
         if self.tau is not None:
             _check_number("tau", self.tau, at_most=1.0)
         if self.stable_within is not None:
             _check_number("stable_within", self.stable_within, above=0.0)
-        for name in ("forbid", "prefer"):
-            check_patterns(name, getattr(self, name))
         find_risk(self.risk)
         parsed: dict[str, Any] = {
-            "candidates": parsed_candidates(self.candidates),
+            "candidates": _parsed_candidates(self.candidates),
             "anchors": _parsed_anchors(self.anchors),
             "weights": named_weights("weights", self.weights, TERMS),
             "diagnostic_weights": named_weights("diagnostic_weights", self.diagnostic_weights, DIAGNOSTICS),
         }
+        # a configuration that is no candidate may be forbidden all the same
+        check_patterns("forbid", self.forbid, (*parsed["candidates"], *CATALOG, *EXTENDED))
+        check_patterns("prefer", self.prefer, parsed["candidates"])
         parsed["times"] = parsed_times(self.times, parsed["candidates"])
         if not isinstance(self.warmup_base, Plan) and self.warmup_base != WITHIN_BUDGET:
-            parsed["warmup_base"] = parse(self.warmup_base)
+            try:
+                parsed["warmup_base"] = parse(self.warmup_base)
+            except ConfigurationError as error:
+                raise ConfigurationError(
+                    f"warmup_base must be a configuration, a baoc.Plan or {WITHIN_BUDGET!r}: {error}"
+                ) from error
         for name, value in parsed.items():
             object.__setattr__(self, name, value)
 
@@ -370,6 +377,15 @@ class PaperSession:
         return change < limit
 
 
+def _parsed_candidates(candidates: object) -> tuple[Configuration, ...]:
+    if not isinstance(candidates, (str, Configuration, Iterable)):
+        raise ValueError(f"candidates must be a list of configurations such as ['adamw-8', 'sgd'], got {candidates!r}.")
+    try:
+        return parsed_candidates(candidates if isinstance(candidates, (str, Configuration)) else tuple(candidates))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"candidates must be configurations: {error}") from error
+
+
 def _parsed_anchors(anchors: object) -> Anchors:
     if isinstance(anchors, Mapping):  # as a checkpoint has them
         unknown = [name for name in anchors if name not in {field.name for field in dataclasses.fields(Anchors)}]
@@ -377,7 +393,10 @@ def _parsed_anchors(anchors: object) -> Anchors:
             raise ValueError(f"anchors names {unknown[0]!r}, which is not one of anisotropy, stability, snr.")
         return Anchors(**anchors)
     if not isinstance(anchors, Anchors):
-        raise ValueError(f"anchors must be baoc.planners.paper.risk.Anchors, got {anchors!r}.")
+        raise ValueError(
+            "anchors must be baoc.planners.paper.risk.Anchors or a mapping such as {'anisotropy': (0.7, 2.3)}, got "
+            f"{anchors!r}."
+        )
     return anchors
 
 

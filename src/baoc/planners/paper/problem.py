@@ -208,7 +208,7 @@ class PaperProblem:
             )
         needed = least + reserved
         share = math.ceil(needed / max(1, self.reference_bytes) * 1e4) / 1e2  # rounded up: this budget must fit
-        hint = ""
+        hint = " Give memory= more, or allow configurations with less state."
         if error.smallest_time is not None:  # memory alone is not to blame
             ratio = math.ceil(error.smallest_time * 1e4) / 1e4
             hint = f" It would fit with time={ratio:g} (now {time:g}), or math.inf for no limit."

@@ -33,6 +33,7 @@ _KNOWN_MESSAGES = {
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
 }
 """By logger: messages of other packages that do not concern the user. All other messages are shown."""
+INTERRUPTED = 130  # as shells count SIGINT
 _KNOWN_WARNING = "OptimState8bit does not implement _stable_hash_for_caching"  # torch's advice to torchao
 
 
@@ -161,7 +162,7 @@ def run(
     except BrokenPipeError:  # a reader such as `head` closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except Exception as error:
         if not isinstance(error, (*errors, *user_errors())):
             raise

@@ -10,6 +10,7 @@
 #define SPIKE 0x1p56f
 #define PHASE_PER_ELEMENT 0x609FD5u
 #define IDLE_SHIFT 5
+#define LOOSE_IDLE_SHIFT 0
 
 /* ---- dither ---- */
 
@@ -104,17 +105,18 @@ INLINE vint encode_signed(vfloat x, int32_t base, vint noise)
     return signed_like((above_base(x, base) + least_noise(SIGNED_DROPPED) + noise) >> SIGNED_DROPPED, x);
 }
 
-/* Where elements share a scale, rounding adds little to an idle one, without gradient, of the size `above` zero. */
-INLINE vint noise_at_rest(vfloat g, vint noise, int dropped, vint above)
+/* Where elements share a scale, rounding adds little to an idle one, without gradient, of the size `above` zero. `shift` is
+ * one of the two above. */
+INLINE vint noise_at_rest(vfloat g, vint noise, int dropped, vint above, int shift)
 {
     const vint all = noise + least_noise(dropped);
-    return choose_int(equal(g, vfloat_of(0.0f)), smaller_int(all, above >> IDLE_SHIFT), all);
+    return choose_int(equal(g, vfloat_of(0.0f)), smaller_int(all, above >> shift), all);
 }
 
-INLINE vint encode_signed_at_rest(vfloat x, vfloat g, int32_t base, vint noise)
+INLINE vint encode_signed_at_rest(vfloat x, vfloat g, int32_t base, vint noise, int shift)
 {
     const vint above = above_base(x, base);
-    return signed_like((above + noise_at_rest(g, noise, SIGNED_DROPPED, above)) >> SIGNED_DROPPED, x);
+    return signed_like((above + noise_at_rest(g, noise, SIGNED_DROPPED, above, shift)) >> SIGNED_DROPPED, x);
 }
 
 /* Of positive numbers, but for a bound: v must never become zero under a momentum that is not, so its smallest code is

@@ -42,16 +42,16 @@ static void unpack_int4(const array *stored, int64_t row, int64_t first, int n, 
 }
 
 /* Dithered codes in [-7, 7]. `units` is how many of the bits below a level's point make one. */
-INLINE vint int4_codes(const float *x, const float *g, float units, vuint sequence)
+INLINE vint int4_codes(const float *x, const float *g, float units, vuint sequence, int shift)
 {
     const vfloat value = load_all(x);
     const vint level = __builtin_convertvector(magnitude(value) * units, vint);
-    const vint dither = noise_at_rest(load_all(g), noise(sequence, INT4_DROPPED), INT4_DROPPED, level);
+    const vint dither = noise_at_rest(load_all(g), noise(sequence, INT4_DROPPED), INT4_DROPPED, level, shift);
     return signed_like((level + dither) >> INT4_DROPPED, value);
 }
 
 /* Returns the group's scale. */
-INLINE float pack_group(const float *x, const float *g, vuint sequence, uint8_t *codes)
+INLINE float pack_group(const float *x, const float *g, vuint sequence, int shift, uint8_t *codes)
 {
     vint top = {0};
     for (int i = 0; i < INT4_GROUP; i += LANES)
@@ -60,14 +60,16 @@ INLINE float pack_group(const float *x, const float *g, vuint sequence, uint8_t 
     const float scale = largest > INT4_SMALLEST_SCALE ? largest : INT4_SMALLEST_SCALE;
     const float units = INT4_TOP / scale * (float)(1 << INT4_DROPPED);
     for (int i = 0; i < INT4_HALF; i += LANES, sequence = next_sequence(sequence)) {
-        const vint low = int4_codes(x + i, g + i, units, sequence);
-        const vint high = int4_codes(x + i + INT4_HALF, g + i + INT4_HALF, units, sequence + INT4_HALF * PHASE_PER_ELEMENT);
+        const vint low = int4_codes(x + i, g + i, units, sequence, shift);
+        const vint high =
+            int4_codes(x + i + INT4_HALF, g + i + INT4_HALF, units, sequence + INT4_HALF * PHASE_PER_ELEMENT, shift);
         narrow_u8(codes + i, low + (high << 4) + (INT4_ZERO << 4 | INT4_ZERO));
     }
     return largest == 0.0f ? 0.0f : scale;
 }
 
-static void pack_int4(const array *stored, int64_t row, int64_t first, int n, const float *x, const float *g, uint32_t phase)
+static void pack_int4(const array *stored, int64_t row, int64_t first, int n, const float *x, const float *g,
+                      uint32_t phase, int shift)
 {
     group_cursor at = group_at(row, INT4_GROUP, first);
     for (int done = 0, width; done < n; done += width) {
@@ -76,12 +78,12 @@ static void pack_int4(const array *stored, int64_t row, int64_t first, int n, co
         const vuint sequence = sequence_at(phase, first + done);
         width = next_group(&at);
         if (width == INT4_GROUP) {
-            *scale = pack_group(x + done, g + done, sequence, codes);
+            *scale = pack_group(x + done, g + done, sequence, shift, codes);
         } else {
             float padded_x[INT4_GROUP] = {0}, padded_g[INT4_GROUP] = {0};
             memcpy(padded_x, x + done, sizeof(float) * (size_t)width);
             memcpy(padded_g, g + done, sizeof(float) * (size_t)width);
-            *scale = pack_group(padded_x, padded_g, sequence, codes);
+            *scale = pack_group(padded_x, padded_g, sequence, shift, codes);
         }
     }
 }

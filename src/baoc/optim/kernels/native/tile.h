@@ -104,6 +104,9 @@ typedef struct {
 /* The second moment is kept for each element. */
 INLINE int is_full(int v_type) { return v_type && v_type != FACTORED; }
 
+/* `Layout.idle_shift` in Python. */
+INLINE int idle_shift(int v_type) { return is_full(v_type) ? IDLE_SHIFT : LOOSE_IDLE_SHIFT; }
+
 /* Here and below, mechanism and types are known to the compiler wherever a function is called, so each use becomes a loop
  * of its own without branches. */
 INLINE values blend_vector(int m_type, int v_type, const common *t, vfloat m, bases base, int i, int count)
@@ -318,7 +321,8 @@ INLINE void settle_with_care(int mechanism, int m_type, int v_type, const common
         store_m(m_type, t, x, at, i, count);
         store_v(v_type, t, x, at, i, count);
         if (m_type == INT8) {
-            const vint code = encode_signed_at_rest(x.m, x.g, base.m, noise(at.m_sequence, SIGNED_DROPPED));
+            const vint dither = noise(at.m_sequence, SIGNED_DROPPED);
+            const vint code = encode_signed_at_rest(x.m, x.g, base.m, dither, idle_shift(v_type));
             store_i8((int8_t *)t->m.data + i, code, count);
         }
         if (v_type == INT8) {
@@ -492,7 +496,7 @@ static void advance_packed(const job_words *w, tile *t, float *m)
     unpack_int4(&w->m, w->row, t->all.first, n, m);
     t->all.m.data = m;
     advance_tile(w, t);
-    pack_int4(&w->m, w->row, t->all.first, n, m, t->all.g, t->all.m.phase);
+    pack_int4(&w->m, w->row, t->all.first, n, m, t->all.g, t->all.m.phase, idle_shift((int)w->v.type));
     if (!handles_spikes && t->all.g != given_g)
         show_spikes(given_g, t->all.p, n);
 }

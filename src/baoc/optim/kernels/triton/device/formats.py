@@ -21,6 +21,7 @@ SIZE = tl.constexpr(0x7FFFFFFF)  # all bits of fp32 but the sign
 BF16_NAN = tl.constexpr(0x7FC0)
 NOISE_ONE = tl.constexpr(rounding.NOISE_ONE)
 IDLE_SHIFT = tl.constexpr(rounding.IDLE_SHIFT)
+LOOSE_IDLE_SHIFT = tl.constexpr(rounding.LOOSE_IDLE_SHIFT)
 
 SEGMENT = tl.constexpr(quantized.INT8_GROUP)
 LEAST_EXPONENT = tl.constexpr(quantized.LEAST_EXPONENT)
@@ -127,7 +128,7 @@ def int8_values(codes, exponents, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def int8_codes(value, noise, grad, mask, SIGNED: tl.constexpr):
+def int8_codes(value, noise, grad, mask, SIGNED: tl.constexpr, SHIFT: tl.constexpr):
     """Encode values as (codes, exponents), both int32. The size of a signed value without gradient limits its noise."""
     dropped: tl.constexpr = SIGNED_DROPPED if SIGNED else UNSIGNED_DROPPED
     bits = bits_of(value) & SIZE
@@ -137,7 +138,7 @@ def int8_codes(value, noise, grad, mask, SIGNED: tl.constexpr):
     base = int8_base(exponents, SIGNED)
     if SIGNED:  # codes of the lowest octave are equally spaced down to zero
         above = tl.maximum(bits, bits_of(float_of(bits) * 0.5 + float_of(base))) - base
-        code = (above + tl.where(grad == 0.0, tl.minimum(shifted, above >> IDLE_SHIFT), shifted)) >> dropped
+        code = (above + tl.where(grad == 0.0, tl.minimum(shifted, above >> SHIFT), shifted)) >> dropped
         return tl.minimum(tl.maximum(tl.where(value < 0, -code, code), -128), 127), exponents
     else:
         code = (bits + shifted - base) >> dropped
@@ -155,10 +156,10 @@ def load_int8(codes_at, exponents_at, offset, segment, inside, mask, SIGNED: tl.
 @triton.jit
 def store_int8(
     codes_at, exponents_at, offset, segment, inside, mask, value, noise, grad,
-    SIGNED: tl.constexpr, ALIGNED: tl.constexpr,
+    SIGNED: tl.constexpr, SHIFT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Store values as int8."""
-    codes, exponents = int8_codes(value, noise, grad, mask, SIGNED)
+    codes, exponents = int8_codes(value, noise, grad, mask, SIGNED, SHIFT)
     narrow = codes.to(tl.int8 if SIGNED else tl.uint8)
     tl.store(pointer(codes_at, tl.int8 if SIGNED else tl.uint8, ALIGNED) + offset, narrow, mask=mask)
     tl.store(pointer(exponents_at, tl.uint8, False) + segment, (exponents - LEAST_EXPONENT).to(tl.uint8), mask=inside)
@@ -179,7 +180,9 @@ def load_int4(codes_at, scales_at, row, part, row_len, inside, ALIGNED: tl.const
 
 
 @triton.jit
-def store_int4(codes_at, scales_at, row, part, row_len, inside, value, noise, grad, ALIGNED: tl.constexpr):
+def store_int4(
+    codes_at, scales_at, row, part, row_len, inside, value, noise, grad, SHIFT: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Store values as int4. ``value`` is zero in the padding of a row's last group, which is stored as zeros."""
     count: tl.constexpr = value.shape[0] * QUARTERS
     x = tl.reshape(value, (count, INT4_GROUP))
@@ -190,7 +193,7 @@ def store_int4(codes_at, scales_at, row, part, row_len, inside, value, noise, gr
     code = tl.floor(level)
     noise = tl.reshape(noise, (count, INT4_GROUP)).to(tl.float32)
     is_idle = tl.reshape(grad, (count, INT4_GROUP)) == 0.0
-    noise = tl.where(is_idle, tl.minimum(noise, tl.floor(level * (NOISE_ONE >> IDLE_SHIFT))), noise)
+    noise = tl.where(is_idle, tl.minimum(noise, tl.floor(level * (NOISE_ONE >> SHIFT))), noise)
     rise = (level - code) * NOISE_ONE + noise >= NOISE_ONE
     code = tl.where(rise, code + 1.0, code)
     nibble = tl.where(x < 0, -code, code).to(tl.int32) + ZERO

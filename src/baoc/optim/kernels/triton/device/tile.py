@@ -142,14 +142,14 @@ def load_slot(
 @triton.jit
 def store_slot(
     data, shared, row, part, parts, row_len, offset, inside, mask, value, noise, grad,
-    FORMAT: tl.constexpr, SIGNED: tl.constexpr, ALIGNED: tl.constexpr,
+    FORMAT: tl.constexpr, SIGNED: tl.constexpr, SHIFT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Store values of a slot."""
+    """Store values of a slot. ``SHIFT`` is ``Layout.idle_shift``."""
     if FORMAT == "int8":
         segment = row.to(tl.int64) * parts + part
-        store_int8(data, shared, offset, segment, inside, mask, value, noise, grad, SIGNED, ALIGNED)
+        store_int8(data, shared, offset, segment, inside, mask, value, noise, grad, SIGNED, SHIFT, ALIGNED)
     elif FORMAT == "int4":
-        store_int4(data, shared, row, part, row_len, inside, tl.where(mask, value, 0.0), noise, grad, ALIGNED)
+        store_int4(data, shared, row, part, row_len, inside, tl.where(mask, value, 0.0), noise, grad, SHIFT, ALIGNED)
     else:
         store_dense(data, offset, mask, value, noise, FORMAT, ALIGNED)
 

@@ -3,7 +3,13 @@
 import triton
 import triton.language as tl
 
-from baoc.optim.kernels.triton.device.formats import load_dense, noise_at, store_nearest
+from baoc.optim.kernels.triton.device.formats import (
+    IDLE_SHIFT,
+    LOOSE_IDLE_SHIFT,
+    load_dense,
+    noise_at,
+    store_nearest,
+)
 from baoc.optim.kernels.triton.device.tile import (
     COUPLED_DECAY,
     FIRST_ELEMENT_AT,
@@ -124,11 +130,17 @@ def _store_slots(
 ):  # fmt: skip
     """Round and store the state. See :class:`baoc.core.rounding.Rounding` for elements without gradient."""
     element = offset + tl.load(tensor + FIRST_ELEMENT_AT)
-    if V == "fp32" or V == "bf16" or V == "int8":
+    has_own_square: tl.constexpr = V == "fp32" or V == "bf16" or V == "int8"
+    shift: tl.constexpr = IDLE_SHIFT if has_own_square else LOOSE_IDLE_SHIFT
+    if has_own_square:
         data, shared = tl.load(tensor + V_AT), tl.load(tensor + V_SHARED_AT)
         noise = noise_at(element, tl.load(own + V_PHASE).to(tl.int32))
-        store_slot(data, shared, row, part, parts, row_len, offset, inside, mask, v, noise, grad, V, False, ALIGNED)
+        store_slot(
+            data, shared, row, part, parts, row_len, offset, inside, mask, v, noise, grad, V, False, shift, ALIGNED
+        )
     if M != "none":
         data, shared = tl.load(tensor + M_AT), tl.load(tensor + M_SHARED_AT)
         noise = noise_at(element, tl.load(own + M_PHASE).to(tl.int32))
-        store_slot(data, shared, row, part, parts, row_len, offset, inside, mask, m, noise, grad, M, True, ALIGNED)
+        store_slot(
+            data, shared, row, part, parts, row_len, offset, inside, mask, m, noise, grad, M, True, shift, ALIGNED
+        )

@@ -23,7 +23,7 @@ from baoc.planners.base import (
     Memory,
 )
 from baoc.planners.effect_table import TERM, UNKNOWN, Effect, EffectTable, elements
-from baoc.planners.model_facts import ModelFacts
+from baoc.planners.model_facts import GENERAL, ModelFacts
 from baoc.planners.simplify import Group, Run, Target, simplest
 from baoc.solve import (
     ClassProblem,
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 TOKENS = 4096
 """Of a step, until they were counted: few enough that an expensive update is not chosen by mistake."""
+LAST_RESORT = 10.0
+"""Percent of the loss that a tensor without state is charged in the regime "general", whatever its size."""
 PLURAL = {
     Role.VECTOR: "vectors",
     Role.MATRIX: "matrices",
@@ -158,6 +160,8 @@ class EffectProblem:
             both=solution.memory_price > 0 and solution.time_price > 0,
         )
         found = simplest(self._groups, target)
+        if found is not None and self.regime == GENERAL and found[1] > target.least + tolerance:
+            found = None  # tasks are too different for their mean to say what a simpler plan that is no tie costs
         runs, loss = found or (self._optimum(solution), float(solution.objective))
         limit = _binding(target.spare, solution)
         blocks = [block for index, mine in enumerate(runs) for block in self._blocks(index, mine, limit)]
@@ -274,6 +278,7 @@ class EffectProblem:
                     share = math.prod(shape) / max(1, numel[index])
                     loss = np.array([self._loss(name, c) for c in range(len(self.candidates))])
                     loss -= self.planner.preference * share * preferred[name]
+                    loss += self._last_resorts
                     losses.append(np.where(forbidden[name], np.inf, loss))
                 counts[place] += 1
                 class_of[name] = place
@@ -289,6 +294,16 @@ class EffectProblem:
             )
         problem = ClassProblem(np.array(counts), np.array(losses), memory, times.updates, None, limit)
         return list(groups.values()), class_of, problem, times.base
+
+    @functools.cached_property
+    def _last_resorts(self) -> NDArray[np.float64]:
+        """What keeps plans from rules without state in the regime "general", in percent of the loss per tensor.
+
+        There one small matrix without state can spoil a whole model, for example the first layer of a field, so its
+        share of the elements does not count.
+        """
+        has_state = np.array([bool(each.slots) for each in self.candidates])
+        return np.where(has_state | (self.regime != GENERAL), 0.0, LAST_RESORT)
 
     def _rules(self) -> tuple[dict[str, patterns.Row], dict[str, patterns.Row]]:
         """Which configurations each parameter must not have, and which it is to prefer."""
@@ -401,7 +416,7 @@ class EffectProblem:
 
 def _distinct(table: EffectTable, model: ModelFacts) -> tuple[Configuration, ...]:
     """Return the table's configurations, without those that would store every tensor of a model as another one does."""
-    shapes = dict.fromkeys(model.shapes.values())
+    shapes = {shape for name, shape in model.shapes.items() if model.planned_role(name) is not Role.VECTOR}
     found: dict[Any, Configuration] = {}
     for each in table.candidates:
         formats = tuple(each.layout(shape).formats for shape in shapes)

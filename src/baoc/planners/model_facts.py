@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from baoc.core.codecs.quantized import fits
 from baoc.core.configuration import BUDGET_REFERENCE
 from baoc.core.roles import Role, canonical_name, has_letters, role_of, roles_by_place, roles_of
 from baoc.core.sharding import first_rows
@@ -125,10 +126,10 @@ class ModelFacts:
         return self.roles.get(name) or role_of(self.shapes[name], name)
 
     def planned_role(self, name: str) -> Role:
-        """Return the role a parameter is planned by: small embeddings and heads keep fp32 state, like vectors."""
-        role = self.role(name)
-        is_small = role in (Role.EMBEDDING, Role.HEAD) and math.prod(self.shapes[name]) < SMALL_NUMEL
-        return Role.VECTOR if is_small else role
+        """Return the role a parameter is planned by: tables that always keep fp32 state are planned like vectors."""
+        role, shape = self.role(name), self.shapes[name]
+        is_exact = math.prod(shape) < SMALL_NUMEL and not fits(shape)
+        return Role.VECTOR if role in (Role.EMBEDDING, Role.HEAD) and is_exact else role
 
     def reference_bytes(self, *, per_rank: bool = False) -> int:
         """Return the state that AdamW16 would hold, on all ranks or on the one that holds most."""

@@ -19,16 +19,17 @@ from experiments.runs.page import estimate
 
 MUON = "muon-8 else adamw[m=int8,v=factored]"
 BASELINE = "adamw32"
+CAPS = (1, 0.7, 0.5, 0.45)
 METHODS = {
     "constant": f"{MUON}; update_rms=1e9; max_update_rms=0.4",
-    "follows the signal": MUON,
+    **{f"at most {cap:g}": f"{MUON}; max_update_rms={cap:g}" for cap in CAPS},
 }
 ABOUT = """\
 Test loss of `{muon}` against AdamW32's at the same learning rate, in percent (less is better): mean ± standard error
-over seeds, seed by seed; a cell without ± is of one seed. *Constant* updates all have an RMS of 0.4 lr. Those that
-*follow the signal* have an RMS in proportion to that of the momentum over the root of the running mean square of the
-gradient (`update_rms`, `max_update_rms`). *lr* is relative to the best one for AdamW32. Models have about a million
-parameters."""
+over seeds, seed by seed; a cell without ± is of one seed. *Constant* updates all have an RMS of 0.4 lr. The others
+follow the signal: their RMS is in proportion to that of the momentum over the root of the running mean square of the
+gradient (`update_rms`), up to a limit (`max_update_rms`). *lr* is relative to the best one for AdamW32. Models have
+about a million parameters."""
 
 SETTINGS = (
     Setting("gpt-small/alpaca", 250),

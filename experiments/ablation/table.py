@@ -8,7 +8,8 @@ where plans put them, and there they matter more. Of runs of different lengths t
 kept for checks do not.
 
 The zoo has what the ablation does not: models without normalization layers (the regime "general") and real pretrained
-weights. A ratio of scores counts as its logarithm, and as a factor of e at most: one task of many must not decide.
+weights. A ratio of scores counts as its logarithm. Of formats of AdamW it counts as 20% at most: one task that goes to
+rounding errors must not decide. Of rules without state, where large ratios are the rule, as a factor of e at most.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _REGIMES = {"scratch": "scratch", "fine-tuning": "finetune"}
 _BESIDE_MUON = "hidden=muon-8; "
 _ADAFACTOR = "adafactor"
 _ANY_MATRIX = (64, 64)
+_MOST_ADAMW, _MOST = 0.2, 1.0  # of the logarithm of a ratio
 
 
 def table(
@@ -86,8 +88,10 @@ def zoo_differences(rows: Iterable[Row]) -> Iterator[Difference]:
         if configuration.otherwise and configuration.suited(_ANY_MATRIX, role).mechanism_name == "adamw":
             role = Role.MATRIX  # the rule of hidden weights makes the difference
         ratio = math.inf if row["score"] is None else max(row["score"], FLOOR) / max(base, FLOOR)
-        percent = 100 * max(-0.2, min(0.2, math.log(ratio)))
-        yield Difference(row["regime"], role, configuration.suited(_ANY_MATRIX, role), row["task"], percent)
+        found = configuration.suited(_ANY_MATRIX, role)
+        most = _MOST_ADAMW if found.slots else _MOST
+        percent = 100 * max(-most, min(most, math.log(ratio)))
+        yield Difference(row["regime"], role, found, row["task"], percent)
 
 
 def _role(setting: Setting, place: str) -> Role:

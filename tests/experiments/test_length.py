@@ -20,7 +20,7 @@ def test_lengths_are_compared_with_adamw_at_every_learning_rate(
     with Store(tmp_path / "length").writing("length") as store:
         run_all(length.jobs(settings, 1, RunOptions()), store)
         told = length.page(settings, store, 2, "some command").splitlines()
-    assert len(store.rows) == 3 * len(length.SHARES)
+    assert len(store.rows) == (1 + len(length.METHODS)) * len(length.SHARES)
     losses = {(row["method"], row["lr_factor"]): row["test_loss"] for row in store.rows}
     for line, (factor, name) in zip(told[-3:], length.SHARES.items()):
         base = losses[length.BASELINE, factor]

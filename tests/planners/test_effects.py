@@ -18,8 +18,9 @@ from torch import nn
 from baoc import BAOC, Budget, EffectPlanner, ModelFacts, Plan, PlanError, make_plan, parse, state_bytes
 from baoc.core.roles import Role, roles_of
 from baoc.planners.base import Progress
-from baoc.planners.effect_problem import EffectProblem
+from baoc.planners.effect_problem import FEW, EffectProblem
 from baoc.planners.effect_table import Effect, EffectTable, elements
+from baoc.planners.model_facts import GENERAL, REGIMES
 from baoc.solve import Problem, solve
 from baoc.tools.models import MODELS
 from tests.training import shapes
@@ -62,7 +63,7 @@ def conv_net() -> nn.Module:
 
 MODELS_HERE = {"transformer": Net(), "convolutions": conv_net(), "deep": Net(layers=12)}
 by_model = pytest.mark.parametrize("model", MODELS_HERE.values(), ids=list(MODELS_HERE))
-by_regime = pytest.mark.parametrize("regime", ["scratch", "finetune"])
+by_regime = pytest.mark.parametrize("regime", REGIMES)
 by_tokens = pytest.mark.parametrize("tokens", [ROOMY, TIGHT], ids=["roomy", "tight"])
 
 
@@ -183,6 +184,8 @@ def test_one_configuration_per_role_where_memory_does_not_bind(model, regime):
 @by_model
 @by_regime
 def test_at_most_two_contiguous_runs_per_role_where_memory_binds(model, regime):
+    if regime == GENERAL and len(ModelFacts.of(model).shapes) <= FEW:
+        pytest.skip("small models without norms may have any mix")
     source = problem(model, regime=regime, time=math.inf)
     counts = [runs for _, plan in plans(source, 40) for runs in runs_by_role(plan, source.model)]
     assert max(counts) <= 2
@@ -353,6 +356,8 @@ def test_no_uniform_plan_that_fits_is_predicted_to_be_better(model, regime, spel
     found = predicted(model, spelling, regime)
     if found is None:
         pytest.skip("not in the table")
+    if regime == GENERAL and not parse(spelling).slots:
+        pytest.skip("rules without state are a last resort there, whatever is predicted")
     held, uniform = found
     assert loss(problem(model, regime=regime).plan(Budget(size(held)))) <= uniform + TOLERANCE + ROUNDING
 
@@ -599,3 +604,38 @@ def test_without_room_on_the_device_state_goes_to_the_host():
     plan = source.plan(Budget(0.05, host_memory=0.3))
     assert plan.device_bytes <= 0.05 * source.reference_bytes and 0 < plan.host_bytes <= 0.3 * source.reference_bytes
     assert loss(plan) < loss(source.plan(Budget(0.05)))
+
+
+# ---- models without normalization layers ----
+
+
+def plain_net(width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+@pytest.mark.parametrize("width", [32, 64, 256])
+def test_models_without_norms_get_adamw_wherever_it_fits(width: int) -> None:
+    """A rule without state is a last resort there, even for a matrix that is a small share of the elements."""
+    source = problem(plain_net(width))
+    assert source.regime == "general"
+    adamw = [c for c in source.candidates if c.mechanism_name == "adamw"]
+    least = sum(min(c.state_bytes(shape) for c in adamw) for shape in source.model.shapes.values())
+    for nbytes, plan in plans(source):
+        rules = {block.configuration.mechanism_name for block in plan.blocks}
+        assert (rules == {"adamw"}) == (nbytes >= least), (nbytes, least, rules)
+    free = source.plan(Budget("auto"))
+    assert {block.configuration.alias for block in free.blocks} == {"adamw-32"}
+    assert all(block.lr_scale == 1.0 for block in free.blocks)
+
+
+def test_small_matrices_can_have_8_bits() -> None:
+    plan = problem(plain_net(32)).plan(Budget(0.25))
+    assert any("int8-any" in str(block.configuration) for block in plan.blocks)
+    large = problem(nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))).plan(Budget(0.5))
+    assert not any("int8-any" in str(block.configuration) for block in large.blocks), "int8 stores them alike"
+
+
+def test_pretrained_weights_get_no_muon() -> None:
+    for _, plan in plans(problem(Net(), regime="finetune")):
+        assert "muon" not in {block.configuration.mechanism_name for block in plan.blocks}

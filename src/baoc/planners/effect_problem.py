@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 TOKENS = 4096
 """Of a step, until they were counted: few enough that an expensive update is not chosen by mistake."""
+FEW = 32
+"""Tensors of a small model."""
 LAST_RESORT = 10.0
 """Percent of the loss that a tensor without state is charged in the regime "general", whatever its size."""
 PLURAL = {
@@ -127,6 +129,14 @@ class EffectProblem:
         return plan
 
     @property
+    def _is_delicate(self) -> bool:
+        """Whether a plan must not give up more than the tolerance to be simpler.
+
+        Without normalization layers every tensor matters, and a plan for few tensors is short in any case.
+        """
+        return self.regime == GENERAL and len(self.model.shapes) <= FEW
+
+    @property
     def _within(self) -> float:
         """How close to the optimum of the class problem a solution must be proven to be, in percent of the loss."""
         return self.planner.tolerance / 4
@@ -160,8 +170,8 @@ class EffectProblem:
             both=solution.memory_price > 0 and solution.time_price > 0,
         )
         found = simplest(self._groups, target)
-        if found is not None and self.regime == GENERAL and found[1] > target.least + tolerance:
-            found = None  # tasks are too different for their mean to say what a simpler plan that is no tie costs
+        if found is not None and self._is_delicate and found[1] > target.least + tolerance:
+            found = None
         runs, loss = found or (self._optimum(solution), float(solution.objective))
         limit = _binding(target.spare, solution)
         blocks = [block for index, mine in enumerate(runs) for block in self._blocks(index, mine, limit)]

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from baoc.planners.effect_table import EffectTable
+from experiments.ablation.table import table
 from experiments.runs import EXPERIMENTS, Row, Store, paper_page, report
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def made_up(method: str, seed: int, test: float | None, **changes: Any) -> Row:
@@ -236,3 +240,9 @@ def test_figures_are_drawn(name: str, tmp_path: Path) -> None:
     *_, figure = written(tmp_path, name, made_up_runs())
     assert figure.name == f"{EXPERIMENTS[name].figure}.png"
     assert figure.read_bytes().startswith(b"\x89PNG") and figure.stat().st_size > 10_000
+
+
+def test_the_effect_table_that_ships_is_made_of_stored_runs() -> None:
+    rows, zoo = (Store(RESULTS / name, must_exist=True).rows for name in ("ablation", "zoo"))
+    made = EffectTable.from_json(table(rows, zoo).to_json())  # numbers in a file are rounded
+    assert made.effects == EffectTable.load().effects

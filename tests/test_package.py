@@ -39,7 +39,7 @@ LAYERS = {
     ],
     "planners": [
         *("model_facts", "base", "patterns", "cost", "placement", "lr_multipliers"),
-        *("effect_table", "effect_fit", "simplify", "effect_problem", "effects", "paper"),
+        *("effect_table", "simplify", "effect_problem", "effects", "paper"),
     ],
     "planners/paper": [
         *("units", "coordinates", "sampling", "statistics", "metrics", "risk", "refine"),

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from baoc import Configuration, parse
 from baoc.core.roles import Role
-from baoc.planners.effect_fit import Difference, table_of
-from baoc.planners.effect_table import EffectTable
+from baoc.planners.effect_table import Difference, EffectTable, table_of
 from experiments.ablation.catalog import CONFIGURATIONS, SETTINGS, Setting
 from experiments.ablation.effects import Effect, Effects
 from experiments.runs import Row, Store

@@ -10,8 +10,7 @@ from torch import nn
 
 from baoc import EffectPlanner, make_plan, parse
 from baoc.core.roles import Role
-from baoc.planners.effect_fit import LADDERS, Difference, completed, table_of
-from baoc.planners.effect_table import Effect, EffectTable, TableError
+from baoc.planners.effect_table import LADDERS, Difference, Effect, EffectTable, TableError, completed, table_of
 from baoc.planners.model_facts import REGIMES
 
 

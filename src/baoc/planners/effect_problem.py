@@ -65,7 +65,7 @@ class EffectProblem:
         self.table = EffectTable.load(planner.table)
         self.regime = model.regime if planner.regime == AUTO else planner.regime
         self.tokens = planner.tokens or model.tokens or TOKENS
-        self.candidates = _distinct(self.table, model) if planner.candidates is None else _parsed(planner.candidates)
+        self.candidates = self._candidates()
         self.reference_bytes = model.reference_bytes(per_rank=per_rank)
         self._per_rank = per_rank
         self._rows = model.rows if per_rank else {}
@@ -75,6 +75,12 @@ class EffectProblem:
         self._multipliers = self._lr_multipliers()
         self._members, self._class_of, self._problem, self._base_time = self._classes()
         self._groups = [self._group(members) for members in self._members]
+
+    def _candidates(self) -> tuple[Configuration, ...]:
+        if self.planner.candidates is not None:
+            return cast("tuple[Configuration, ...]", self.planner.candidates)
+        planned = {name for name in self.model.shapes if self.model.planned_role(name) is not Role.VECTOR}
+        return self.table.distinct({self.model.shapes[name] for name in planned})
 
     # ---- plans ----
 
@@ -422,20 +428,6 @@ class EffectProblem:
             f"no plan fits memory={what}: the smallest needs {needed} B, {share:.2f}% of AdamW16's state "
             f"({human_bytes(needed)}; you gave {human_bytes(given)}).{hint}"
         )
-
-
-def _distinct(table: EffectTable, model: ModelFacts) -> tuple[Configuration, ...]:
-    """Return the table's configurations, without those that would store every tensor of a model as another one does."""
-    shapes = {shape for name, shape in model.shapes.items() if model.planned_role(name) is not Role.VECTOR}
-    found: dict[Any, Configuration] = {}
-    for each in table.candidates:
-        formats = tuple(each.layout(shape).formats for shape in shapes)
-        found.setdefault((each.mechanism_name, formats), each)
-    return tuple(found.values())
-
-
-def _parsed(candidates: Sequence[Configuration | str]) -> tuple[Configuration, ...]:
-    return cast("tuple[Configuration, ...]", candidates)
 
 
 def _numbered(blocks: Sequence[Block]) -> tuple[Block, ...]:

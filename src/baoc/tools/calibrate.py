@@ -17,8 +17,7 @@ from baoc.core.roles import HIDDEN, Role
 from baoc.core.spec import DEFAULT_BETAS, Shape
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.planners import lr_multipliers
-from baoc.planners.effect_fit import Difference, table_of
-from baoc.planners.effect_table import EffectTable
+from baoc.planners.effect_table import Difference, EffectTable, table_of
 from baoc.planners.model_facts import ModelFacts
 
 OTHERS = ("adamw-8", "adamw[m=int8,v=factored]", "adamw[m=int4,v=factored]", "colnorm")

@@ -23,6 +23,7 @@ from pathlib import Path
 from baoc import Configuration, parse
 from baoc.core.roles import Role
 from baoc.planners.effect_table import Difference, EffectTable, table_of
+from baoc.planners.model_facts import GENERAL
 from experiments.ablation.catalog import CONFIGURATIONS, SETTINGS, Setting
 from experiments.ablation.effects import Effect, Effects
 from experiments.runs import Row, Store
@@ -74,7 +75,7 @@ def is_left_out(regime: str, configuration: Configuration) -> bool:
 
 
 def zoo_differences(rows: Iterable[Row]) -> Iterator[Difference]:
-    """One for each task and configuration, filed under the role with the most elements."""
+    """One for each task and configuration, filed under the role with the most elements, and hidden weights."""
     rows = list(rows)
     reference = {row["key"]: row["score"] for row in rows if row["method"] == REFERENCE}
     for row in rows:
@@ -90,7 +91,10 @@ def zoo_differences(rows: Iterable[Row]) -> Iterator[Difference]:
         found = configuration.suited(_ANY_MATRIX, role)
         most = _MOST_ADAMW if found.slots else _MOST
         percent = 100 * max(-most, min(most, math.log(ratio)))
-        yield Difference(row["regime"], role, found, row["task"], percent)
+        # a configuration for all weights changes hidden weights too: all models but those of "general" have some
+        roles = {role} if configuration.otherwise or row["regime"] == GENERAL else {role, Role.MATRIX}
+        for each in sorted(roles, key=lambda one: one.value):
+            yield Difference(row["regime"], each, found, row["task"], percent)
 
 
 def _role(setting: Setting, place: str) -> Role:

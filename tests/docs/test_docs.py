@@ -199,7 +199,7 @@ def test_search_works_from_a_disk(site, tmp_path):
 def test_the_home_page_begins_as_the_readme(site):
     home = (site / "index.html").read_text(encoding="utf-8")
     assert "of AdamW16&#39;s" in home or "of AdamW16's" in home
-    assert 'src="results/frontier/frontier.png"' in home and 'href="results/experiments.html"' in home
+    assert 'href="results/zoo.html"' in home and 'href="results/experiments.html"' in home
     assert "<!-- from" not in home
 
 

@@ -120,7 +120,7 @@ def test_adamw32_is_torchs(short: Task) -> None:
 
 
 def test_a_budget_without_a_plan_is_noted(short: Task) -> None:
-    row = training.train(Run("xor", "baoc@0.25", seed=0, rung=0))
+    row = training.train(Run("xor", "baoc@0.01", seed=0, rung=0))  # vectors alone need more
     assert row["score"] is None and "smallest" in row["error"]
 
 

@@ -16,8 +16,8 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     parse("adamw[m=int8,v=fp32]"),
     parse("adamw[m=int8,v=factored-bf16]"),
     parse("adamw[m=int8,v=factored-int8]"),
-    parse("adamw[m=int8-any,v=int8-any]"),
-    parse("adamw[m=int8-any,v=factored]"),
+    parse("adamw[m=int8a,v=int8a]"),
+    parse("adamw[m=int8a,v=factored]"),
 )
 
 SHAPES: dict[str, tuple[int, ...]] = {

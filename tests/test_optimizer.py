@@ -643,7 +643,7 @@ def test_other_types_are_refused_by_name(name, kind):
         (lambda: {"planner": "paper"}, "planner must be an object such as"),
         (lambda: {"planner": PaperPlanner(granularity="fine")}, "unknown granularity"),
         (lambda: {"planner": PaperPlanner(risk="none")}, "unknown risk model"),
-        (lambda: {"planner": PaperPlanner(forbid="adagrad")}, "names no candidate"),
+        (lambda: {"planner": PaperPlanner(forbid="adagrad")}, "names no configuration"),
         (lambda: {"planner": EffectPlanner(forbid="adagrad")}, "names no candidate"),
         (lambda: {"planner": PaperPlanner(warmup=0)}, "warmup must be a whole number of at least 1"),
         (lambda: {"planner": EffectPlanner(replan_every=0)}, "replan_every must be a whole number of at least 1"),

@@ -46,14 +46,14 @@ def test_small_tensors_keep_fp32_state(configuration):
     exact = {
         key
         for stored in layout.formats
-        if configuration.codec(stored.slot.name).name != "int8-any"
+        if configuration.codec(stored.slot.name).name != "int8a"
         for _, key in stored.keys
     }
     assert {layout.buffers[key].dtype for key in exact} <= {torch.float32}
 
 
 def test_int8_any_quantizes_matrices_of_any_size():
-    for codec, size in (("int8", 4), ("int8-any", 1)):
+    for codec, size in (("int8", 4), ("int8a", 1)):
         (codes, *_) = parse(f"muon[m={codec}]").layout((16, 32)).formats[0].buffers
         assert codes.nbytes == size * 16 * 32
 

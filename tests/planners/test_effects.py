@@ -631,9 +631,9 @@ def test_models_without_norms_get_adamw_wherever_it_fits(width: int) -> None:
 
 def test_small_matrices_can_have_8_bits() -> None:
     plan = problem(plain_net(32)).plan(Budget(0.25))
-    assert any("int8-any" in str(block.configuration) for block in plan.blocks)
+    assert any("int8a" in str(block.configuration) for block in plan.blocks)
     large = problem(nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))).plan(Budget(0.5))
-    assert not any("int8-any" in str(block.configuration) for block in large.blocks), "int8 stores them alike"
+    assert not any("int8a" in str(block.configuration) for block in large.blocks), "int8 stores them alike"
 
 
 def test_pretrained_weights_get_no_muon() -> None:

@@ -25,7 +25,7 @@ DEFAULT_BETAS = (0.9, 0.999)
 FP32_TINY = torch.finfo(torch.float32).tiny
 
 SMALL_NUMEL = 4096
-"""Parameters with fewer elements (of their global shape) keep fp32 state, unless their codec is ``int8-any``."""
+"""Parameters with fewer elements (of their global shape) keep fp32 state, unless their codec is ``int8a``."""
 
 SPIKE = 2.0**56
 """The smallest gradient that is treated as a spike. The squares of a few such elements overflow fp32. Where elements

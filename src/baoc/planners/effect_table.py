@@ -209,17 +209,17 @@ def elements(roles: Iterable[tuple[Role, int]]) -> dict[Role, int]:
 
 LADDERS: tuple[tuple[str, ...], ...] = (
     ("adamw-32", "adamw-16", "adamw-8", "adamw[m=int8,v=factored]", "adamw[m=int4,v=factored]", "colnorm"),
-    ("adamw-32", "adamw[m=int8-any,v=int8-any]", "adamw[m=int8-any,v=factored]"),
+    ("adamw-32", "adamw[m=int8a,v=int8a]", "adamw[m=int8a,v=factored]"),
     ("adamw-32", "adamw[m=int8,v=row-mean]", "adamw[m=int4,v=row-mean]"),
-    ("muon-32", "muon-16", "muon-8", "muon[m=int8-any]", "muon-4", "spectral"),
+    ("muon-32", "muon-16", "muon-8", "muon[m=int8a]", "muon-4", "spectral"),
     ("normuon-32", "normuon-16", "normuon-8", "normuon-4"),
 )
 """In each, a configuration holds more state of the same kind than the next one."""
 LOSS_REFERENCE = "adamw-32"
 _ANY_SIZE = {
-    "adamw-8": "adamw[m=int8-any,v=int8-any]",
-    "adamw[m=int8,v=factored]": "adamw[m=int8-any,v=factored]",
-    "muon-8": "muon[m=int8-any]",
+    "adamw-8": "adamw[m=int8a,v=int8a]",
+    "adamw[m=int8,v=factored]": "adamw[m=int8a,v=factored]",
+    "muon-8": "muon[m=int8a]",
 }
 DERIVED = {
     "adamw-16": LOSS_REFERENCE,

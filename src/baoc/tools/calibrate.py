@@ -74,7 +74,7 @@ def calibrate(
         ...     model, lambda model, x: model(x).square().mean(), [torch.ones(2, 64)], steps=4, repeats=1,
         ...     configurations=["muon-8"],
         ... )
-        >>> table.effects["scratch"][Role.MATRIX][parse("muon-8")].runs
+        >>> table.effects["general"][Role.MATRIX][parse("muon-8")].runs
         1
     """
     if steps < 4 or repeats < 1:

@@ -170,7 +170,7 @@ class Int8(Codec):
 class Int8Any(Int8):
     """8 bits per element in matrices of any size, for models that consist of small ones."""
 
-    name = "int8-any"
+    name = "int8a"
 
     def at(self, shape: Shape, slot: Slot, rows: int | None = None) -> Format:
         return Int8Format(slot, shape, rows) if fits(shape) else super().at(shape, slot, rows)

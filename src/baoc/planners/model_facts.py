@@ -26,8 +26,8 @@ from baoc.core.spec import SMALL_NUMEL, Hyper, Shape, real_shape
 SCRATCH, FINETUNE, GENERAL = "scratch", "finetune", "general"
 REGIMES = (SCRATCH, FINETUNE, GENERAL)
 """Kinds of training that effects were measured for: networks with normalization layers, from scratch or after
-pretraining, and everything else. Muon beats AdamW in nearly all networks with normalization layers and fails in many
-without (fields, PINNs, critics, recurrent networks, directly optimized tensors): `docs/results/zoo.md`."""
+pretraining, and everything else. From scratch, Muon beats AdamW in most networks with normalization layers and fails in
+many without (fields, PINNs, critics, recurrent networks, directly optimized tensors): `docs/results/zoo.md`."""
 OPERATIONS_PER_BYTE = {"cpu": 4.0, "cuda": 100.0}
 """Arithmetic operations that a device does while it moves one byte. An update moves bytes, a training step computes."""
 _NORM = re.compile("(?<!weight)(?<!spectral)norm")  # those two normalize weights, not features

@@ -20,6 +20,9 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     parse("adamw[m=int8a,v=factored]"),
 )
 
+WEIGHTS = ("16", "8", "sr", "none")
+"""Every codec of slot ``w``, the low bits of 16-bit parameters. Laws about it are over these and the table above."""
+
 SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
     "empty": (0,),

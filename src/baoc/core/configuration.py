@@ -24,7 +24,7 @@ from baoc.core.codecs import CODECS, Codec, Format, SummedFormat
 from baoc.core.mechanisms import MECHANISMS, Mechanism
 from baoc.core.roles import Role, role_of
 from baoc.core.rounding import IDLE_SHIFT, LOOSE_IDLE_SHIFT
-from baoc.core.spec import Buffer, Reach, Shape, Slot
+from baoc.core.spec import WEIGHT, Buffer, Reach, Shape, Slot
 
 _BITS_TO_CODEC = {32: "fp32", 16: "bf16", 8: "int8", 4: "int4"}
 _PAPER_BITS = (32, 16, 8)
@@ -128,7 +128,28 @@ class Configuration:
     def slots(self) -> tuple[Slot, ...]:
         """The rule's slots, without optional ones that the spelling leaves out."""
         held = {slot for slot, _ in self.codec_names}
-        return tuple(slot for slot in self.mechanism.slots if slot.name in held)
+        return tuple(slot for slot in (*self.mechanism.slots, WEIGHT) if slot.name in held)
+
+    @property
+    def weight(self) -> str | None:
+        """The codec of slot ``w``, the low bits of 16-bit parameters; ``None`` if the spelling leaves it out."""
+        return dict(self.codec_names).get(WEIGHT.name)
+
+    def with_weight(self, codec: str | None) -> Configuration:
+        """Return the configuration with another codec for the low bits of 16-bit parameters.
+
+        Args:
+            codec: ``"16"``, ``"8"``, ``"sr"`` or ``"none"``; ``None`` leaves the slot out, as for fp32 parameters.
+
+        Returns:
+            The configuration.
+
+        Example:
+            >>> str(parse("adamw-8").with_weight("8"))
+            'adamw[m=int8,v=int8,w=8]'
+        """
+        others = tuple((slot, name) for slot, name in self.codec_names if slot != WEIGHT.name)
+        return replace(self, codec_names=others if codec is None else (*others, (WEIGHT.name, codec)))
 
     def codec(self, slot: str) -> Codec:
         """Return the codec of a slot.
@@ -145,10 +166,10 @@ class Configuration:
     def switches(self) -> Switches:
         """The paper's tuple of choices that describes this configuration."""
         mechanism = self.mechanism
-        codecs = [self.codec(slot.name) for slot in self.slots if not slot.is_of_matrix]
+        codecs = [self.codec(slot.name) for slot in self.slots if slot.is_average]
         return Switches(
             adaptive=mechanism.adaptive,
-            momentum=mechanism.momentum and any(slot.signed for slot in self.slots),
+            momentum=mechanism.momentum and any(slot.signed for slot in self.slots if slot.is_average),
             decoupled=mechanism.decoupled,
             factored=any(codec.factored for codec in codecs),
             bits=min((codec.bits for codec in codecs), default=32),
@@ -176,7 +197,8 @@ class Configuration:
         """
         if self.mechanism.suits(shape, role):
             return replace(self, otherwise=None) if self.otherwise else self
-        return (self.otherwise or parse(self.mechanism.fallback)).suited(shape, role)
+        found = (self.otherwise or parse(self.mechanism.fallback)).suited(shape, role)
+        return found.with_weight(self.weight) if self.weight and not found.weight else found
 
     def layout(self, shape: Shape, *, rows: int | None = None) -> Layout:
         """Return the layout of a parameter's state.
@@ -334,7 +356,7 @@ def _at_bits(codec: str, bits: int) -> str:
 
 
 def _read_slots(spelling: str, mechanism: Mechanism, text: str) -> dict[str, str]:
-    slots = {slot.name: slot for slot in mechanism.slots}
+    slots = {slot.name: slot for slot in (*mechanism.slots, WEIGHT)}
     read: dict[str, str] = {}
     for item in text.split(","):
         slot, equals, codec = item.partition("=")
@@ -342,8 +364,12 @@ def _read_slots(spelling: str, mechanism: Mechanism, text: str) -> dict[str, str
             problem = "is given twice" if slot in read else "has no codec"
             raise ConfigurationError(f"slot {slot!r} in {spelling!r} {problem}. Write slot=codec once for each slot.")
         if slot not in slots:
-            keeps = f"keeps {_known(slots)}" if slots else "keeps no state, so it has no slots"
-            raise ConfigurationError(f"{mechanism.name} has no slot {slot!r} (in {spelling!r}): it {keeps}.")
+            own = [name for name in slots if name != WEIGHT.name]
+            keeps = f"keeps {_known(own)}" if own else "keeps no state"
+            raise ConfigurationError(
+                f"{mechanism.name} has no slot {slot!r} (in {spelling!r}): it {keeps}, and 'w', the low bits of 16-bit "
+                "parameters."
+            )
         if codec not in CODECS:
             raise ConfigurationError(f"unknown codec {codec!r} in {spelling!r}. {_suggest(codec, CODECS)}")
         read[slot] = codec

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from baoc.core.block import Block, PlanError
 from baoc.core.configuration import BUDGET_REFERENCE, Configuration, parse
 from baoc.core.files import read_json, replaced
 from baoc.core.roles import Role, as_matrices, roles_by_name
 from baoc.core.sharding import rows_per_rank
-from baoc.core.spec import BATCH_NUMEL, Reach, Shape
+from baoc.core.spec import BATCH_NUMEL, LOW_PRECISION, Reach, Shape
 from baoc.core.text import plan_table
 
 __all__ = ["FORMAT", "VERSION", "Block", "Plan", "PlanError"]
@@ -67,7 +69,11 @@ class Plan:
 
     @classmethod
     def uniform(
-        cls, configuration: Configuration | str, shapes: Mapping[str, Shape], roles: Mapping[str, Role] | None = None
+        cls,
+        configuration: Configuration | str,
+        shapes: Mapping[str, Shape],
+        roles: Mapping[str, Role] | None = None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> Plan:
         """Make a plan with one configuration for all parameters that its update rule suits.
 
@@ -76,9 +82,13 @@ class Plan:
                 rule's fallback.
             shapes: global shape by parameter name.
             roles: role by parameter name. Roles that are not given are read off the names.
+            dtypes: dtype by parameter name. Parameters that are not bf16 or fp16 then have no slot ``w``.
 
         Returns:
             A plan with one block per distinct configuration.
+
+        Raises:
+            PlanError: if the configuration has a slot ``w``, and no parameter is bf16 or fp16.
 
         Example:
             >>> shapes = {"wte.weight": (512, 64), "h.weight": (64, 64), "h.bias": (64,)}
@@ -88,8 +98,17 @@ class Plan:
         configuration = parse(configuration)
         roles = {**roles_by_name(shapes), **(roles or {})}
         blocks: dict[Configuration, dict[str, Shape]] = {}
+        if dtypes is not None and configuration.weight and not any(each in LOW_PRECISION for each in dtypes.values()):
+            found = ", ".join(sorted({str(each) for each in dtypes.values()})) or "none"
+            raise PlanError(
+                f"{configuration} keeps the low bits of 16-bit parameters in slot 'w', but no parameter is bf16 or "
+                f"fp16 (dtypes: {found}). Leave out w={configuration.weight}, or cast the model first: "
+                "baoc.to_low_precision(model, torch.bfloat16)."
+            )
         for name, shape in shapes.items():
-            blocks.setdefault(configuration.suited(shape, roles[name]), {})[name] = shape
+            suited = configuration.suited(shape, roles[name])
+            has_low_bits = dtypes is None or dtypes[name] in LOW_PRECISION
+            blocks.setdefault(suited if has_low_bits else suited.with_weight(None), {})[name] = shape
         if len(blocks) < 2:
             return cls((Block("all", next(iter(blocks), configuration), shapes),))
         mechanisms = [each.mechanism_name for each in blocks]

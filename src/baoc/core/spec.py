@@ -98,6 +98,7 @@ class Slot:
         codecs: the only codecs that can store it. Empty: all that do not refuse it.
         torch_dims: factors are taken over the last two dims, as in ``torch.optim.Adafactor``, instead of over the
             tensor as matrices.
+        of_weight: the slot keeps what rounding removed from the parameter itself; no gradient is averaged into it.
     """
 
     name: str
@@ -108,11 +109,24 @@ class Slot:
     sets_length: bool = False
     codecs: tuple[str, ...] = ()
     torch_dims: bool = False
+    of_weight: bool = False
+
+    @property
+    def is_average(self) -> bool:
+        """Whether kernels advance the slot row by row, as an average of gradients."""
+        return not (self.is_of_matrix or self.of_weight)
 
     @property
     def is_of_matrix(self) -> bool:
         """Whether kernels advance the slot once a whole matrix is known, instead of row by row."""
         return self.of_direction or self.sets_length
+
+
+WEIGHT = Slot("w", signed=True, optional=True, codecs=("16", "8", "sr", "none"), of_weight=True)
+"""The low bits of a 16-bit parameter: a slot that every update rule has. See :mod:`baoc.core.codecs.weights`."""
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+"""Dtypes of parameters that have the slot."""
 
 
 @dataclass(frozen=True)

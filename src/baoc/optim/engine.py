@@ -210,7 +210,16 @@ class _OffloadedRows:
         return adapted
 
     def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
-        self._device.move(jobs, directions)
+        """Move parameters on the device, which needs the low bits of their weights there for a moment."""
+        keys = [[key for each in job.layout.formats if each.slot.of_weight for _, key in each.keys] for job in jobs]
+        raised = [{key: job.held[key].to(job.param.device) for key in mine} for job, mine in zip(jobs, keys)]
+        self._device.move(
+            [job._replace(held={**job.held, **up}, memo=None) if up else job for job, up in zip(jobs, raised)],
+            directions,
+        )
+        for job, up in zip(jobs, raised):
+            for key, tensor in up.items():
+                job.held[key].copy_(tensor)
 
 
 def _goes_up_as_direction(job: Job) -> bool:

@@ -20,7 +20,7 @@ from baoc.core.mechanisms import MECHANISMS, known_settings
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role, canonical_name
 from baoc.core.sharding import HOST, WHOLE, Place, Ranks, has_own_memory, place_of
-from baoc.core.spec import Hyper, Shape, real_shape
+from baoc.core.spec import LOW_PRECISION, Hyper, Shape, real_shape
 from baoc.optim.state import Memo, ParamState, is_fresh, misfit, new_state, refuse_shared_memory
 
 Group = dict[str, Any]
@@ -51,6 +51,12 @@ class Member:
         object.__setattr__(self, "param_shape", self.param.shape)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "layout", self.block.configuration.layout(shape, rows=self.place.rows))
+        weight = self.layout.configuration.weight
+        if weight and self.param.dtype not in LOW_PRECISION:
+            raise PlanError(
+                f"{self.configuration} keeps the low bits of 16-bit parameters in slot 'w', but parameter "
+                f"{self.name!r} is {self.param.dtype}. Leave out w={weight} for it, or cast it first."
+            )
         is_plain = self.place is WHOLE and not self.param.is_complex() and self.param.dim() > 0
         object.__setattr__(self, "needs_view", not is_plain)
         object.__setattr__(self, "memo", Memo())
@@ -283,6 +289,7 @@ def extended(
     configuration: Configuration,
     shapes: Mapping[str, Shape],
     roles: Mapping[str, Role],
+    dtypes: Mapping[str, torch.dtype],
     *,
     host: bool = False,
 ) -> Plan:
@@ -290,7 +297,7 @@ def extended(
     if not shapes:
         return plan
     blocks = list(plan.blocks)
-    for block in Plan.uniform(configuration, shapes, roles).blocks:
+    for block in Plan.uniform(configuration, shapes, roles, dtypes).blocks:
         of_group = f"group {group}" if block.name == "all" else f"group {group} {block.name}"
         name = of_group if group else block.name
         while name in {each.name for each in blocks}:

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from baoc.core.codecs import Format, SummedFormat
+from baoc.core.codecs.weights import low_bits_as
 from baoc.core.configuration import Layout
 from baoc.core.mechanisms import Evidence, Mechanism, pooled_rms
 from baoc.core.plan import Block, Plan
 from baoc.core.rounding import NEAREST
 from baoc.core.sharding import HOST, Place
-from baoc.core.spec import Hyper
+from baoc.core.spec import WEIGHT, Hyper
 from baoc.optim import groups
 from baoc.optim.groups import Member
 from baoc.optim.kernels.eager import TILE_NUMEL
@@ -56,8 +57,9 @@ class Holding:
 
     @functools.cached_property
     def ages(self) -> dict[str, int]:
-        """The ages of the slots that have seen a gradient."""
-        return {name: age for name, age in ages_of(self.layout, self.state).items() if age > 0} if self.state else {}
+        """The ages of the slots that have seen a gradient. The low bits of a weight see none."""
+        ages = ages_of(self.layout, self.state) if self.state else {}
+        return {name: age for name, age in ages.items() if age > 0 and name != WEIGHT.name}
 
     @property
     def seen(self) -> dict[str, Format]:
@@ -101,9 +103,13 @@ class Move:
 
     def convert(self, *, inherit: bool = True) -> ParamState:
         """Return the new state: converted from the old one, or zeros."""
-        if not inherit:
-            return new_state(self.layout, self.device, self.holding.place)
-        return convert(self.holding, self.layout, self.device)
+        if inherit:
+            return convert(self.holding, self.layout, self.device)
+        state = new_state(self.layout, self.device, self.holding.place)
+        for stored in self.layout.formats:
+            if stored.slot.of_weight:  # a part of the parameter, which stays
+                state |= _converted_low_bits(self.holding, stored, self.device)
+        return state
 
 
 def holding_of(member: Member, state: ParamState, has_stepped: bool = False) -> Holding:
@@ -244,6 +250,8 @@ def is_same_rule(old: Mechanism, new: Mechanism) -> bool:
 
 def _converted_slot(old: Holding, mechanism: Mechanism, stored: Format, device: torch.device) -> ParamState:
     name = stored.slot.name
+    if stored.slot.of_weight:
+        return _converted_low_bits(old, stored, device)
     source = next((each for each in old.layout.formats if each.slot.name == name), None)
     # a slot that was there is as old as it was, even if it has seen nothing yet: after a late start its age is 0
     age = old.ages.get(name, 0) if source else mechanism.inferred_age(name, old.ages, old.hyper)
@@ -254,6 +262,26 @@ def _converted_slot(old: Holding, mechanism: Mechanism, stored: Format, device: 
         if age:
             _fill(stored, state, _values(old, mechanism, source, name, age), old.place)
     set_age(state, stored.age_key, age)
+    return state
+
+
+def _converted_low_bits(old: Holding, stored: Format, device: torch.device) -> ParamState:
+    """Return the low bits of a weight in another format.
+
+    The parameter does not change: it is the rounded weight with any remainder. So the fp32 weight changes by less than
+    2^-15 of itself where 16 bits become 8, and not at all where 8 become 16.
+    """
+    source = next((each for each in old.layout.formats if each.slot.of_weight), None)
+    if source is None or not old.state:
+        return new_slot(stored, device, old.place)
+    if type(source) is type(stored):
+        state = {key: old.state[key].to(device) for _, key in stored.keys} | new_age(stored)
+    else:
+        state = new_slot(stored, device, old.place)
+        if source.buffers and stored.buffers:
+            codes, target = (each[WEIGHT.name] for each in (old.place.held(old.state), old.place.held(state)))
+            target.copy_(low_bits_as(target.dtype, codes))
+    set_age(state, stored.age_key, int(old.state[source.age_key]))
     return state
 
 

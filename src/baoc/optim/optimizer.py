@@ -100,7 +100,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         shapes = self._shapes()
         roles = self._roles_of(shapes)
         if isinstance(plan, Plan):
-            groups.refuse_two_answers(self.members(), Plan.uniform(self._default, shapes, roles))
+            groups.refuse_two_answers(self.members(), Plan.uniform(self._default, shapes, roles, self._dtypes()))
             plan.check(shapes)
         else:
             Plan.refuse_unsuited(self._default, shapes, roles)
@@ -363,7 +363,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             shapes = self._shapes()
             roles = self._roles_of(shapes)
             Plan.refuse_unsuited(parse(plan), shapes, roles)
-            plan = Plan.uniform(plan, shapes, roles).offloaded(host=bool(self._offload))
+            plan = Plan.uniform(plan, shapes, roles, self._dtypes()).offloaded(host=bool(self._offload))
         self._change_plan(plan, inherit=inherit)
 
     @torch.no_grad()
@@ -394,8 +394,11 @@ class BlockOptimizer(torch.optim.Optimizer):
     def _extended(
         self, plan: Plan, index: int, configuration: Configuration, named: Iterable[tuple[str, Tensor]]
     ) -> Plan:
+        named = list(named)
         shapes = {name: real_shape(param) for name, param in named}
-        return groups.extended(plan, index, configuration, shapes, self._roles_of(shapes), host=bool(self._offload))
+        dtypes = {name: param.dtype for name, param in named}
+        roles, host = self._roles_of(shapes), bool(self._offload)
+        return groups.extended(plan, index, configuration, shapes, roles, dtypes, host=host)
 
     def _roles_of(self, shapes: Mapping[str, Shape]) -> dict[str, Role]:
         return {name: self._roles.get(name) or role_of(shape, name) for name, shape in shapes.items()}
@@ -446,6 +449,9 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     def _shapes(self) -> dict[str, Shape]:
         return {member.name: member.shape for member in self.members()}
+
+    def _dtypes(self) -> dict[str, torch.dtype]:
+        return {member.name: member.param.dtype for member in self.members()}
 
     # ---- what a logger shows ----
 

@@ -211,7 +211,7 @@ def load_of(job: Job, *, fresh: bool) -> Load:
     """Return what a job adds to a bucket. ``fresh``: only its direction is needed."""
     rows = job.param.shape[0]
     each = math.prod(job.param.shape[1:])
-    formats = [stored for stored in job.layout.formats if not stored.slot.is_of_matrix]
+    formats = [stored for stored in job.layout.formats if stored.slot.is_average]
     reaches = [stored.reach for stored in formats] + ([] if fresh else [job.layout.mechanism.reach])
     return Load(
         rows, (each * job.grad.itemsize, each * job.param.itemsize), max(reaches, default=Reach.ROWS) is Reach.ROWS

@@ -17,12 +17,13 @@ from baoc.core.codecs.factored import (
     RowMeanFormat,
 )
 from baoc.core.codecs.quantized import Int4, Int4Format, Int8, Int8Any, Int8Format
+from baoc.core.codecs.weights import Nearest, Rest8, Rest16, Stochastic, WeightFormat
 
 CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
         *(FP32(), BF16(), Int8(), Int8Any(), Int4(), Factored(), FactoredBF16(), FactoredInt8(), RowMean(), ColMean()),
-        MatrixMean(),
+        *(MatrixMean(), Rest16(), Rest8(), Stochastic(), Nearest()),
     )
 }
 """Every known codec, by name."""
@@ -42,6 +43,7 @@ __all__ = [
     "MeanFormat",
     "RowMeanFormat",
     "SummedFormat",
+    "WeightFormat",
     "register_codec",
 ]
 

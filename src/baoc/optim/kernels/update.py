@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from baoc.core.codecs import MatrixMeanFormat, SummedFormat
+from baoc.core.codecs.weights import PARAM
 from baoc.core.roles import matrix_shape
 from baoc.core.rounding import Rounding
-from baoc.core.spec import FP32_TINY, SPIKE, Reach, Scalar
+from baoc.core.spec import FP32_TINY, SPIKE, WEIGHT, Reach, Scalar
 from baoc.optim.kernels.job import Job
 
 _PART_NUMEL = 1 << 16  # as many numbers of a matrix are squared at a time
@@ -24,7 +25,8 @@ class Update:
         self._param, self._scalars = job.param.detach(), job.scalars
         self._mechanism = job.layout.mechanism
         self._held = {each.slot.name: each.held_in(job.held) for each in job.layout.formats}
-        self._formats = [each for each in job.layout.formats if not each.slot.is_of_matrix]
+        self._formats = [each for each in job.layout.formats if each.slot.is_average]
+        self._low_bits = next((each for each in job.layout.formats if each.slot.of_weight), None)
 
     def run(self, tiles: Sequence[slice]) -> None:
         """Advance the state and the parameter in place, touching one tile of rows (dim 0) at a time."""
@@ -128,9 +130,22 @@ class Update:
             # what was left out of the state still shows: a gradient that is no number makes its element none
             grad = self._grad(rows) if grad is None else grad
             direction = direction + (grad - grad)
-        target = self._param[rows]
-        wide = target if target.dtype == torch.float32 else target.float()
-        target.copy_(wide * self._scalars["shrink"] - direction * step)
+        moved = self._weight(rows) * self._scalars["shrink"] - direction * step
+        if self._low_bits is None:
+            self._param[rows].copy_(moved)
+            return
+        rounding = Rounding(self._job.phases[WEIGHT.name], first_row=self._job.place.first_row)
+        self._low_bits.encode(self._weight_parts, rows, moved, rounding)
+
+    def _weight(self, rows: slice | tuple[slice, slice]) -> Tensor:
+        """fp32 rows of the parameter, joined with its low bits if they are kept."""
+        if self._low_bits is None:
+            return self._param[rows].float()
+        return self._low_bits.decode(self._weight_parts, rows)  # type: ignore[arg-type]
+
+    @property
+    def _weight_parts(self) -> dict[str, Tensor]:
+        return {**self._held[WEIGHT.name], PARAM: self._param}
 
     def _grad(self, rows: slice | tuple[slice, slice]) -> Tensor:
         """fp32 gradient to descend on, with L2 decay if the mechanism's decay is coupled."""
@@ -138,7 +153,7 @@ class Update:
         grad = -grad if self._job.maximize else grad
         if self._mechanism.decoupled:
             return grad
-        return grad + self._param[rows].float() * self._scalars["coupled_decay"]
+        return grad + self._weight(rows) * self._scalars["coupled_decay"]
 
     def _clean(self, grad: Tensor) -> Tensor:
         """The gradient without spikes, where one element's would become its neighbours' trouble."""
@@ -197,7 +212,7 @@ class Update:
         for rows in tiles:
             direction = self._peek(rows)
             # an element that is lost already must not take the others with it
-            param = self._param[rows].float().nan_to_num(0.0, 0.0, 0.0)
+            param = self._weight(rows).nan_to_num(0.0, 0.0, 0.0)
             squares = squares + torch.stack((direction.square().sum(), param.square().sum()))
         place = self._job.place
         direction_rms, param_rms = (place.sum(squares) / place.numel(self._param)).sqrt()

@@ -45,6 +45,57 @@ static void write_param(const array *stored, int64_t first, int n, float *x)
         turn_planes(stored, first, n, ordered, 1);
 }
 
+/* The parameter in fp32, joined with its low bits if they are kept. */
+static float *weights_of(const job_words *w, int64_t first, int n, float *out)
+{
+    float *p = floats_of(&w->param, first, n, out);
+    if (w->w.type == REST16) {
+        const uint16_t *rest = (const uint16_t *)(intptr_t)w->w.data + first;
+        for (int i = 0; i < n; i += LANES) {
+            const int count = lanes_left(n, i);
+            const vint low = load_u16(rest + i, count) << 16 >> 16;
+            store(p + i, (vfloat)((vint)load(p + i, count) + low), count);
+        }
+    } else if (w->w.type == REST8) {
+        const uint8_t *rest = (const uint8_t *)(intptr_t)w->w.data + first;
+        for (int i = 0; i < n; i += LANES) {
+            const int count = lanes_left(n, i);
+            const vint low = load_u8(rest + i, count) << 24 >> 16;
+            store(p + i, (vfloat)((vint)load(p + i, count) + low), count);
+        }
+    }
+    return p;
+}
+
+/* Writes back what `weights_of` gave. */
+static void write_weights(const job_words *w, int64_t first, int n, float *x)
+{
+    if (!w->w.type) {
+        write_param(&w->param, first, n, x);
+        return;
+    }
+    uint16_t ordered[TILE];
+    uint16_t *data = w->param.planes ? ordered : (uint16_t *)(intptr_t)w->param.data + first;
+    vuint sequence = sequence_at((uint32_t)w->w_phase, first);
+    for (int i = 0; i < n; i += LANES, sequence = next_sequence(sequence)) {
+        const int count = lanes_left(n, i);
+        vint bits = weight_bits(load(x + i, count)), upper;
+        if (w->w.type == DITHERED) {
+            upper = (bits + noise(sequence, BF16_DROPPED) + least_noise(BF16_DROPPED)) >> BF16_DROPPED;
+        } else if (w->w.type == REST8) {
+            bits = (bits + noise_of_rest8(sequence)) & ~0xff;
+            upper = upper_half(bits);
+            store_i8((int8_t *)(intptr_t)w->w.data + first + i, (bits - (upper << 16)) >> 8, count);
+        } else {
+            upper = upper_half(bits);
+            store_16((uint16_t *)(intptr_t)w->w.data + first + i, bits - (upper << 16), count);
+        }
+        store_16(data + i, upper & 0xffff, count);
+    }
+    if (w->param.planes)
+        turn_planes(&w->param, first, n, ordered, 1);
+}
+
 /* The address of what is needed FETCHED_AHEAD elements after `first`: of rows in planes, the next one's. */
 static uintptr_t address_ahead(const array *a, int64_t first)
 {
@@ -60,7 +111,7 @@ static const float *gradient(const job *job, int64_t first, int n, float *out)
     if (!job->words->negate && decay == 0.0f)
         return g;
     float scratch[TILE];
-    const float *p = floats_of(&job->words->param, first, n, scratch);
+    const float *p = weights_of(job->words, first, n, scratch);
     const float sign = job->words->negate ? -1.0f : 1.0f;
     for (int i = 0; i < n; i += LANES) {
         vfloat signed_g = load(g + i, lanes_left(n, i)) * sign;

@@ -52,6 +52,14 @@ INLINE vint round_to_bf16(vfloat x)
     return choose_int(equal(x, x), rounded, vint_of(0x7fc0));
 }
 
+/* ---- the low bits of bf16 parameters ---- */
+
+/* See codecs/weights.py: the parameter is the upper half of fp32, rounded to nearest, and the remainder is the difference,
+ * so that the bits of the weight are the sum of the two. */
+INLINE vint weight_bits(vfloat x) { return choose_int(equal(x, x), (vint)x, vint_of(0x7fc00000)); }
+INLINE vint upper_half(vint bits) { return (bits + 0x8000) >> 16; }
+INLINE vint noise_of_rest8(vuint sequence) { return (vint)(sequence >> 15 & 0xffu); }
+
 /* ---- int8 ---- */
 
 /* A code is the upper bits of an fp32 number, counted from a base that its group's exponent sets, so that codes end with

@@ -152,7 +152,7 @@ static squares measure_tile(const job *job, const factors *f, const numbers *c, 
     const job_words *w = job->words;
     float g_scratch[TILE], v_scratch[TILE], p_scratch[TILE];
     const float *g = gradient(job, first, n, g_scratch);
-    squares result = {0, sum_of_finite_squares(floats_of(&w->param, first, n, p_scratch), n)};
+    squares result = {0, sum_of_finite_squares(weights_of(w, first, n, p_scratch), n)};
     if (w->v.type == FACTORED) {
         expand(w, f, first - f->first, n, v_scratch);
         result.direction = sum_of_squared_directions(FACTORED, c, g, v_scratch, n);

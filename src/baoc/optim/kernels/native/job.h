@@ -5,7 +5,8 @@
 
 #include <stdint.h>
 
-#define TYPES(X) X(FP32) X(BF16) X(INT8) X(INT4) X(FACTORED) /* from 1 on; 0: the array is not there */
+#define TYPES(X) X(FP32) X(BF16) X(INT8) X(INT4) X(FACTORED) \
+    X(REST16) X(REST8) X(DITHERED) /* the low bits of a bf16 parameter */ /* from 1 on; 0: the array is not there */
 #define MECHANISMS(X) X(SGD) X(MOMENTUM) X(ADAM) X(ADAFACTOR) X(LION) X(BALANCED) \
     X(AHEAD) /* writes Nesterov's look ahead to `param`, and makes no update of it */
 
@@ -20,11 +21,12 @@
     X(scalars)                             /* which of the job_scalars are its own */ \
     X(negate)                              /* maximize */ \
     X(turns) X(row_turns)                  /* balanced: how often lines are brought to one size; bit i: turn i is rows' */ \
-    X(m_phase) X(v_phase)
+    X(m_phase) X(v_phase) X(w_phase)
 
 /* `v` of type FACTORED has its numbers in `v_row`, (outer, matrices, rows), and `v_col`, (outer, matrices, cols); one of
- * them alone makes it a mean along one axis. Balanced updates have factors too, and none of them is stored. */
-#define JOB_ARRAYS(X) X(param) X(grad) X(m) X(v) X(v_row) X(v_col)
+ * them alone makes it a mean along one axis. Balanced updates have factors too, and none of them is stored. `w` has what
+ * rounding removed from a bf16 parameter; without it, the parameter is rounded to nearest. */
+#define JOB_ARRAYS(X) X(param) X(grad) X(m) X(v) X(v_row) X(v_col) X(w)
 
 #define JOB_SCALARS(X) \
     X(step) X(shrink) X(coupled_decay) X(m_keep) X(m_add) X(v_keep) X(v_add) \

@@ -519,7 +519,7 @@ static void update_tile(const job *job, const factors *f, const numbers *c, int6
     if (has_spike(t.all.g, n))
         __atomic_store_n(job->spiked, 1, __ATOMIC_RELAXED);
     t.clean_g = clean_g;
-    t.all.p = floats_of(&w->param, first, n, p);
+    t.all.p = weights_of(w, first, n, p);
     t.all.g_ahead = address_ahead(&w->grad, first);
     t.all.p_ahead = address_ahead(&w->param, first);
     t.all.fetches_dense = needs_fetching(w);
@@ -539,7 +539,7 @@ static void update_tile(const job *job, const factors *f, const numbers *c, int6
         advance_packed(w, &t, unpacked);
     else
         advance_tile(w, &t);
-    write_param(&w->param, first, n, t.all.p);
+    write_weights(w, first, n, t.all.p);
 }
 
 static void ISA(update)(const job *job, const factors *f, double factor, int64_t first, int64_t n)

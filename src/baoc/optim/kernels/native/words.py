@@ -25,6 +25,7 @@ from baoc.core.codecs import (
     RowMeanFormat,
 )
 from baoc.core.codecs.base import joined
+from baoc.core.codecs.weights import NearestFormat, Rest8Format, Rest16Format, StochasticFormat
 from baoc.core.configuration import Layout
 from baoc.core.mechanisms import (
     SGD,
@@ -74,6 +75,9 @@ FORMATS: dict[type[Format], str] = {
     RowMeanFormat: "FACTORED",
     ColMeanFormat: "FACTORED",
     FactoredFormat: "FACTORED",
+    Rest16Format: "REST16",
+    Rest8Format: "REST8",
+    StochasticFormat: "DITHERED",
 }
 DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16"}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -182,7 +186,7 @@ def append(words: array[int], job: Job, own: Words, row: int) -> str | None:
         channels_last = _planes_and_channels(grad)
         if channels_last is None:
             return "a tensor is not contiguous"
-    grad_at, planes_at, scalars_at, negate_at, m_at, v_at = _changing()
+    grad_at, planes_at, scalars_at, negate_at, *phases_at = _changing()
     first = len(words)
     words.extend(own.words)
     if channels_last is not None:
@@ -192,20 +196,18 @@ def append(words: array[int], job: Job, own: Words, row: int) -> str | None:
         job.refuse_freed()
     words[first + scalars_at] = row
     words[first + negate_at] = job.maximize
-    m_phase, v_phase = cast(int, phases.get("m", 0)), cast(int, phases.get("v", 0))
-    if job.place.first_row:
-        element = job.place.first_row * math.prod(job.param.shape[1:])
-        m_phase, v_phase = phase_at(m_phase, element), phase_at(v_phase, element)
-    words[first + m_at], words[first + v_at] = m_phase, v_phase
+    element = job.place.first_row * math.prod(job.param.shape[1:])
+    for name, phase_field in zip("mvw", phases_at):
+        phase = cast(int, phases.get(name, 0))
+        words[first + phase_field] = phase_at(phase, element) if element else phase
     return None
 
 
 @functools.cache
 def _changing() -> tuple[int, ...]:
     """Where the fields stand that change between steps."""
-    return tuple(
-        field_places()[name] for name in ("grad.data", "grad.planes", "scalars", "negate", "m_phase", "v_phase")
-    )
+    names = ("grad.data", "grad.planes", "scalars", "negate", "m_phase", "v_phase", "w_phase")
+    return tuple(field_places()[name] for name in names)
 
 
 def _planes_and_channels(tensor: Tensor) -> tuple[int, int] | None:
@@ -227,7 +229,7 @@ def _form(
     """Return what C code needs to know of a layout, or why it cannot run it. The one table of what it can run."""
     library, rule = load_library(), type(layout.mechanism)
     mechanism = (as_mechanism or None) if rule in AHEAD else MECHANISMS.get(rule)
-    formats = [each for each in layout.formats if not each.slot.is_of_matrix and as_mechanism != "SGD"]
+    formats = _formats(layout, as_mechanism)
     if mechanism is None:
         return f"there is no C code for {layout.mechanism.name}"
     unknown = [f"{type(stored).__name__} of {stored.slot.name!r}" for stored in formats if type(stored) not in FORMATS]
@@ -259,6 +261,13 @@ def _form(
     return _Form(array("q", words), tuple(key for _, key in buffers), addresses)
 
 
+def _formats(layout: Layout, as_mechanism: str) -> list[Format]:
+    """The slots that C code advances: averages before matrices are finished, and the low bits of weights after it."""
+    averages = [each for each in layout.formats if each.slot.is_average]
+    low_bits = [each for each in layout.formats if each.slot.of_weight and type(each) is not NearestFormat]
+    return [*(averages if as_mechanism != "SGD" else ()), *(low_bits if as_mechanism != "AHEAD" else ())]
+
+
 def _arrays(stored: Format) -> list[tuple[str, str | None, dict[str, str]]]:
     """A slot's arrays: name in C, type there (``None``: it has none), and the state's keys of their parts."""
     name, known = stored.slot.name, FORMATS.get(type(stored))
@@ -268,7 +277,7 @@ def _arrays(stored: Format) -> list[tuple[str, str | None, dict[str, str]]]:
         axis = "row" if isinstance(stored, RowMeanFormat) else "col"
         return [(name, known, {}), (f"{name}_{axis}", "FP32", {"data": stored.key("")})]
     if not isinstance(stored, FactoredFormat):
-        return [(name, known, _parts(stored, ""))]
+        return [(name, known, _parts(stored, "") if stored.keys else {})]
     factors = [(f"{name}_{each}", FORMATS.get(type(factor)), _parts(stored, each)) for each, factor in stored.factors]
     return [(name, known, {}), *factors]
 

@@ -25,6 +25,7 @@ from baoc.core.codecs import (
     Int8Format,
     RowMeanFormat,
 )
+from baoc.core.codecs.weights import NearestFormat
 from baoc.core.configuration import Layout
 from baoc.core.mechanisms import (
     SGD,
@@ -238,7 +239,10 @@ def form(layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype
     for dtype in (param_dtype, grad_dtype):
         if dtype not in _DTYPES:
             return f"numbers of type {dtype}"
-    formats = [stored for stored in layout.formats if not stored.slot.is_of_matrix and use != "move"]
+    low_bits = next((type(stored) for stored in layout.formats if stored.slot.of_weight), NearestFormat)
+    if low_bits is not NearestFormat and use != "direction":
+        return f"the format {low_bits.__name__} of 'w'"
+    formats = [stored for stored in layout.formats if stored.slot.is_average and use != "move"]
     names = {stored.slot.name: _format_name(stored) for stored in formats}
     unknown = next((stored for stored in formats if names[stored.slot.name] is None), None)
     if unknown is not None:

@@ -35,7 +35,7 @@ LAYERS = {
     ],
     "optim": [
         *("agreement", "state", "groups", "kernels", "staging", "engine", "guard", "migrate"),
-        *("torch_state", "checkpoint", "optimizer"),
+        *("torch_state", "checkpoint", "optimizer", "release"),
     ],
     "planners": [
         *("model_facts", "base", "patterns", "cost", "placement", "lr_multipliers"),

@@ -6,6 +6,7 @@ from baoc.core.configuration import CATALOG, EXTENDED, Configuration, Configurat
 from baoc.core.mechanisms import register_mechanism
 from baoc.optim.checkpoint import CheckpointError
 from baoc.optim.optimizer import BlockOptimizer
+from baoc.optim.release import ReleasedGradients, release_gradients
 from baoc.optim.state import state_bytes
 from baoc.optim.torch_state import to_torch
 from baoc.optimizer import BAOC
@@ -31,6 +32,7 @@ __all__ = [
     "PaperPlanner",
     "Plan",
     "PlanError",
+    "ReleasedGradients",
     "StatisticsCollector",
     "StatisticsError",
     "__version__",
@@ -41,6 +43,7 @@ __all__ = [
     "register_codec",
     "register_mechanism",
     "register_risk",
+    "release_gradients",
     "state_bytes",
     "to_torch",
 ]

@@ -119,13 +119,23 @@ class BAOC(BlockOptimizer):
 
     @torch.no_grad()
     def _make_step(self, *, must_know: bool = False) -> bool:
-        if not self._is_ready:
-            self._prepare_step()
+        self._begin()
         is_watching = self._session.is_watching
         was_made = super()._make_step(must_know=must_know or is_watching)
         if was_made and is_watching:
             self._observe()
         return was_made
+
+    def _begin(self) -> None:
+        if not self._is_ready:
+            self._prepare_step()
+
+    @property
+    def _obstacle_to_release(self) -> str | None:
+        name = type(self._settings.planner).__name__
+        if not self._settings.planner.reads_gradients:
+            return None
+        return f"{name} samples them in optimizer.step(). Use the default planner, or baoc.make_plan(...) beforehand."
 
     def _prepare_step(self) -> None:
         """Before the first step, and after a load: agree with other ranks, and plan if the plan is out of date."""
@@ -210,6 +220,8 @@ class BAOC(BlockOptimizer):
         before = self._settings, self._session
         try:
             self._settings = self._settings.changed(memory, host_memory, planner)
+            if self._release is not None and self._obstacle_to_release:
+                raise PlanError(f"gradients are released: {self._obstacle_to_release}")
             if planner is not None:
                 self._session = planner.start(self._params(), self._model())
                 self._session.take_over(before[1])

@@ -28,7 +28,9 @@ the live group for its keys, so the key is there too, with an empty text. The pl
 names may differ between two optimizers that continue from one checkpoint."""
 PLANNER = "planner"
 """The same for a text that only the optimizer's planner can read."""
-CARRIED = (PLAN, PLANNER)
+NORMS = "gradient_norms"
+"""The same for what released gradients remember of the last step."""
+CARRIED = (PLAN, PLANNER, NORMS)
 _WRAPPERS = ("module.", "model.")
 
 
@@ -44,6 +46,7 @@ class Prepared(NamedTuple):
     plan: Plan
     planner: str = ""
     samples: Mapping[str, Any] = MappingProxyType({})
+    norms: str = ""
 
 
 def reserve(param_groups: Sequence[Group], key: str) -> None:
@@ -122,7 +125,7 @@ def _prepare(
     saved = _read_groups(state_dict)
     _check_groups(saved, current)
     saved_plan = _read_plan(saved)
-    planner = next(filter(None, [group.pop(PLANNER, "") for group in saved]), "")
+    planner, norms = (next(filter(None, [group.pop(key, "") for group in saved]), "") for key in (PLANNER, NORMS))
     keys = [key for group in saved for key in group["params"]]
     state = state_dict["state"]
     loaded = [{**own, **group, **_who(own)} for group, own in zip(saved, current)]
@@ -162,7 +165,7 @@ def _prepare(
         for (name, param), move in zip(groups.named_params(loaded), moves)
     ]
     settings = next((plan.settings for plan in (own_plan, saved_plan) if plan is not None), {})
-    return Prepared(held, loaded, groups.plan_of(assigned, settings), planner, samples)
+    return Prepared(held, loaded, groups.plan_of(assigned, settings), planner, samples, norms)
 
 
 def _who(group: Group) -> Group:

@@ -65,9 +65,9 @@ class Guard:
         if policy not in POLICIES:
             raise ValueError(f"on_nonfinite must be one of {', '.join(map(repr, POLICIES))}, got {policy!r}.")
         self.policy = policy
-        self._peers = peers
+        self.peers = peers
         self._counts = Counts()
-        self._unread: list[Tensor] = []  # each (2,): see _look
+        self._unread: list[Tensor] = []  # each (2,): see look
         self._has_warned = False
         self._open: _Open | None = None
         self.flag: Tensor | None = None
@@ -96,18 +96,33 @@ class Guard:
             return True
         for job in (job for jobs in by_device.values() for job in jobs):
             job.refuse_freed()
-        found = [_look(jobs, device) for device, jobs in by_device.items()]
+        found = [look(jobs, device) for device, jobs in by_device.items()]
         if len(found) > 1:
             found = [torch.stack([each.to(found[0].device) for each in found]).amax(0)]
         for each in ranks:
             each.sum(found[0])
-        if self._peers is not None:
-            self._peers.sum(found[0])
+        if self.peers is not None:
+            self.peers.sum(found[0])
         if late and self.policy == "skip":
             self.flag = found[0]
             return True
         self._unread += found
         return self._read(by_device)
+
+    def admits_found(self, found: Tensor, ranks: Iterable[Ranks], names: Sequence[str]) -> bool:
+        """Do the same as :meth:`admits` for gradients that are gone.
+
+        Args:
+            found: what :func:`look` would have returned for all of them.
+            ranks: those that share sharded parameters.
+            names: parameters with non-finite gradients.
+        """
+        if self.policy == "step":
+            return True
+        for each in ranks:
+            each.sum(found)
+        self._unread.append(found)
+        return self._read(names=names)
 
     def refuse_capture(self) -> None:
         """Raise if a captured graph would have to stop itself."""
@@ -125,10 +140,17 @@ class Guard:
             self.flag = None
         if self.policy != "step" or not by_device:
             return
-        found = [_look(jobs, device) for device, jobs in by_device.items()]
+        found = [look(jobs, device) for device, jobs in by_device.items()]
         self._unread += found
         if all(each.is_cpu for each in found) or len(self._unread) >= _READ_EVERY:
             self._read(by_device)
+
+    def count(self, found: Tensor, names: Sequence[str]) -> None:
+        """Count a step that was made with gradients that are gone: see :meth:`admits_found`."""
+        if self.policy == "step":
+            self._unread.append(found)
+            if found.is_cpu or len(self._unread) >= _READ_EVERY:
+                self._read(names=names)
 
     def synchronize(self) -> bool | None:
         """Return whether the last step was made, if its kernel decided that; ``None`` if it is known already."""
@@ -141,7 +163,7 @@ class Guard:
             opened.take_back_ages()
         return was_made
 
-    def _read(self, by_device: Mapping[torch.device, Sequence[Job]] | None = None) -> bool:
+    def _read(self, by_device: Mapping[torch.device, Sequence[Job]] | None = None, names: Sequence[str] = ()) -> bool:
         """Count what was found; return whether the last step may change anything."""
         unread, self._unread = self._unread, []
         bad = sum(bool(found[0]) for found in unread)
@@ -154,15 +176,15 @@ class Guard:
         then = self._counts
         self._counts = Counts(then.nonfinite + bad, then.skipped + skips, then.clipped + spiked)
         if bad:
-            self._warn([job for jobs in (by_device or {}).values() for job in jobs])
+            self._warn([job for jobs in (by_device or {}).values() for job in jobs], names)
         return not skips
 
-    def _warn(self, jobs: Sequence[Job]) -> None:
+    def _warn(self, jobs: Sequence[Job], names: Sequence[str]) -> None:
         """Raise, or warn once."""
         if self.policy != "raise" and self._has_warned:
             return
         self._has_warned = True
-        what = f"gradients are not finite{_where(jobs)}"
+        what = f"gradients are not finite{_where(names or _names_of(jobs))}"
         if self.policy == "raise":
             raise FloatingPointError(
                 f"{what}. Nothing was changed. Lower the learning rate, clip gradients, look for a bad batch, or skip "
@@ -202,7 +224,7 @@ class _Open:
             set_age(state, key, age)
 
 
-def _look(jobs: Sequence[Job], device: torch.device) -> Tensor:
+def look(jobs: Sequence[Job], device: torch.device) -> Tensor:
     """Return whether a gradient of a device is non-finite, and whether one has a spike that is left out; shape (2,)."""
     jobs = [job for job in jobs if job.grad.numel()]
     if device.type == "cpu":
@@ -219,9 +241,12 @@ def _look(jobs: Sequence[Job], device: torch.device) -> Tensor:
     return torch.stack(((~finite).any(), spiked[: len(sharing)].any())).float()
 
 
-def _where(jobs: Sequence[Job]) -> str:
+def _names_of(jobs: Sequence[Job]) -> list[str]:
+    return [job.name for job in jobs if not bool(job.grad.isfinite().all())]
+
+
+def _where(names: Sequence[str]) -> str:
     """Name the parameters, as far as this process can tell."""
-    names = [job.name for job in jobs if not bool(job.grad.isfinite().all())]
     if not names:
         return " (on another rank, or in an earlier step)"
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -249,12 +274,13 @@ class Watch:
         self._rms: dict[str, list[tuple[int, Tensor]]] = {}  # by block: (elements, RMS of their move)
         self._warned: set[str] = set()
 
-    def begin(self, members: Iterable[Member]) -> None:
-        """Note where a sample of the parameters with gradients is, before a step."""
+    def begin(self, members: Iterable[Member], *, all_trained: bool = False) -> None:
+        """Note where a sample of the parameters with gradients is, before a step, or of all that are trained."""
         if not self._is_asked:
             return
         self._before = {}
-        for block, sample in _sampled([member for member in members if member.param.grad is not None]).items():
+        with_gradient = [member for member in members if member.param.grad is not None or all_trained]
+        for block, sample in _sampled(with_gradient).items():
             seen = [_thinned(member.place.local(member.param.detach())) for member in sample]
             self._before[block] = [(elements, elements.clone()) for elements in seen if elements.numel()]
 

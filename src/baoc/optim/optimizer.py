@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from baoc.optim.kernels import graphs
 from baoc.optim.kernels.job import advance_ages
 from baoc.optim.staging import BUCKET_BYTES, bucket_bytes
 from baoc.optim.state import held_bytes, state_bytes
+
+if TYPE_CHECKING:
+    from baoc.optim.release import ReleasedGradients
 
 DEFAULT_CONFIGURATION = "adamw-32"
 
@@ -69,6 +72,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         all          2   32.9K  adamw-8        65.2 KiB   -
         65.2 KiB of state, 50.6% of AdamW16's 129.0 KiB
     """
+
+    _release: ReleasedGradients | None = None  # while gradients are released; not part of copies
+    _saved_norms = ""  # of the last step, from a checkpoint
 
     def __init__(
         self,
@@ -177,6 +183,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             must_know: the return value must be final. Otherwise a GPU kernel may skip non-finite gradients by itself,
                 and the host learns it in :meth:`synchronize`.
         """
+        if self._release is not None:
+            return self._release.finish()
         self.synchronize()
         members = self._current_members()
         jobs = collect_jobs(members.all, self.param_groups, self.state)
@@ -204,6 +212,14 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._watch.end()
         self._steps += 1
         return True
+
+    def _begin(self) -> None:
+        """For subclasses: get ready for a step, before its first update."""
+
+    @property
+    def _obstacle_to_release(self) -> str | None:
+        """For subclasses: why gradients must be kept until :meth:`step`, and what to do about it."""
+        return None
 
     def synchronize(self) -> None:
         """Wait until it is known whether the last step was made, if a GPU decided that (``on_nonfinite="skip"``).
@@ -274,6 +290,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         finally:
             self.state = everything
         checkpoint.write_plan(packed["param_groups"], plan)
+        if self._release is not None:
+            checkpoint.write(packed["param_groups"], checkpoint.NORMS, self._release.text())
         for key in (key for group in packed["param_groups"] for key in group["params"]):
             packed["state"].setdefault(key, {})
         return packed
@@ -301,7 +319,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         loaded = checkpoint.prepare(state_dict, members, self.param_groups, own_plan, self._offload)
         extra = self._read_extra(loaded)
         content = {"state": loaded.state, "param_groups": loaded.param_groups, "_plan": loaded.plan}
-        self.__setstate__({**content, "_is_planned": True, "_steps": 0, **extra})
+        self.__setstate__({**content, "_is_planned": True, "_steps": 0, "_saved_norms": loaded.norms, **extra})
+        if self._release is not None:
+            self._release.load(loaded.norms)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

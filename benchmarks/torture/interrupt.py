@@ -14,6 +14,7 @@ import copy
 import os
 import random
 import sys
+import unittest.mock
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch import nn
 
 import baoc
 from baoc import BAOC, EffectPlanner, PaperPlanner, Plan
+from baoc.optim import migrate
 from baoc.planners.base import Planner
 from benchmarks.torture.training import backward, make_model
 
@@ -135,6 +137,7 @@ def _smaller_plan(run: Run) -> Plan:
 
 ACTIONS: dict[str, Action] = {
     "set_plan": Action(_smaller_plan, lambda run, plan: run.optimizer.set_plan(plan)),
+    "set_plan, aside": Action(_smaller_plan, lambda run, plan: _set_plan_aside(run, plan)),
     "replan": Action(
         lambda run: _statistics(run) if isinstance(run.planner, PaperPlanner) else None,
         lambda run, found: _discard(run.optimizer.replan(int(LATER * run.reference), statistics=found)),
@@ -144,6 +147,12 @@ ACTIONS: dict[str, Action] = {
     "save": Action(lambda run: None, lambda run, _: _discard(run.optimizer.state_dict())),
     "load": Action(_later_checkpoint, lambda run, saved: run.optimizer.load_state_dict(copy.deepcopy(saved))),
 }
+
+
+def _set_plan_aside(run: Run, plan: Plan) -> None:
+    """Set a plan as if there were no memory for old and new state side by side: all old state is put aside."""
+    with unittest.mock.patch.object(migrate, "SIDE_BY_SIDE", -(1 << 60)):
+        run.optimizer.set_plan(plan)
 
 
 def attempt(planner: Planner, action: Action, steps: int, draw: random.Random) -> str:

@@ -54,6 +54,9 @@ def changed(rank: int, model: nn.Module) -> list[dict[str, Any]]:
 
 def checks(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"changes": changed(rank, sharded(Net(), (3,)))}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("baoc.optim.migrate.SIDE_BY_SIDE", -(1 << 60))
+        found["changes aside"] = changed(rank, sharded(Net(), (3,)))
     model = sharded(Net(), (3,))
     optimizer = BlockOptimizer(model, lr=1e-2, plan="normuon-8 else adamw[m=int4,v=factored-bf16]")
     found["at construction"] = all(
@@ -103,6 +106,13 @@ def test_plans_change_as_in_one_process(on_ranks):
             assert (ours["scales"][name] or 1.0) == pytest.approx(scale or 1.0, rel=1e-2), (PLANS[number], name)
         for name, param in alone["params"].items():
             torch.testing.assert_close(ours["params"][name], param, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_shards_that_were_put_aside_are_converted_to_the_same_bits(on_ranks):
+    for beside, aside in zip(on_ranks["changes"], on_ranks["changes aside"], strict=True):
+        assert beside["scales"] == aside["scales"]
+        assert all(torch.equal(beside["params"][name], param) for name, param in aside["params"].items())
 
 
 @pytest.mark.xdist_group("ranks")

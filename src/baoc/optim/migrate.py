@@ -2,13 +2,15 @@
 
 Update rules have in common the *mean* that a slot stands for: a slot divided by the mass of its recurrence. Means are
 decoded, rescaled and encoded again, a tile at a time and one parameter at a time; where the rule stays, one slot at a
-time. So old and new state exist side by side for one parameter or slot only, and the old state does not change until
-the new one is complete.
+time. The old state does not change until the new one is complete. So both exist for a moment, side by side while they
+fit into the memory of the larger plan and :data:`SIDE_BY_SIDE`; otherwise the old one is put aside first: state on an
+accelerator into host memory, state in host memory into a temporary file.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +25,17 @@ from baoc.core.configuration import Layout
 from baoc.core.mechanisms import Evidence, Mechanism, pooled_rms
 from baoc.core.plan import Block, Plan
 from baoc.core.rounding import NEAREST
-from baoc.core.sharding import HOST, Place
+from baoc.core.sharding import HOST, Place, local
 from baoc.core.spec import WEIGHT, Hyper
 from baoc.optim import groups
 from baoc.optim.groups import Member
 from baoc.optim.kernels.eager import TILE_NUMEL
 from baoc.optim.kernels.update import row_tiles
-from baoc.optim.state import ParamState, ages_of, new_age, new_slot, new_state, set_age
+from baoc.optim.state import ParamState, ages_of, new_age, new_slot, new_state, put_aside, set_age
+
+logger = logging.getLogger("baoc")
+SIDE_BY_SIDE = 16 << 20
+"""Bytes that a migration may hold beyond the larger of both plans, apart from a few fp32 tiles."""
 
 Attempt = Callable[[Callable[[], Any]], Any]
 """Calls a function and returns its result. With several ranks it raises on all of them if one fails."""
@@ -101,6 +107,16 @@ class Move:
         """Where the new state will be."""
         return HOST if self.block.host else self.holding.param.device
 
+    def replaced(self, *, inherit: bool = True) -> tuple[list[str], int]:
+        """Return which tensors of the old state have no place in the new one, and the bytes that replace them."""
+        old = self.holding
+        inherited = [each for each in self.layout.formats if inherit or each.slot.of_weight]
+        kept = [each for each in inherited if is_kept(old, self.layout.mechanism, each)]
+        keys = {key for each in kept for _, key in each.keys}
+        new = sum(buffer.nbytes for key, buffer in self.layout.buffers.items() if key not in keys)
+        gone = [key for key in old.layout.buffers if key in old.state and key not in keys]
+        return [key for key in gone if old.layout.buffers[key].name != "age"], new
+
     def convert(self, *, inherit: bool = True) -> ParamState:
         """Return the new state: converted from the old one, or zeros."""
         if inherit:
@@ -151,7 +167,11 @@ class Change:
 
     The state of each parameter is replaced in one operation, or in one per slot if the update rule stays, and a
     parameter counts as moved exactly if its new state is installed. So :meth:`plan_so_far` is right at any time; some
-    parameters may have some slots in the old format and some in the new one.
+    parameters may have some slots in the old format and some in the new one, and the old state of one may be aside
+    until :meth:`put_back`.
+
+    State that is not aside never exceeds :attr:`most_bytes`: what shrinks goes first, so before and after every
+    conversion there is no more than in the larger plan, and during it :meth:`_make_room` sees to it.
 
     Args:
         members: all parameters.
@@ -178,24 +198,31 @@ class Change:
         self._blocks = [replace(move.block, lr_scale=scales[move.block.name]) for move in moves]
         self._members, self._state, self._plan, self._inherit = members, state, plan, inherit
         self._left = {index: moves[index].holding for index in order(moves)}
+        self._bytes = sum(move.holding.layout.nbytes for move in moves if move.holding.state)
+        new = sum(move.layout.nbytes for move, each in zip(moves, members) if each.is_trained or move.holding.state)
+        self.most_bytes = max(self._bytes, new) + SIDE_BY_SIDE
+        """The most bytes of state that a run holds on this rank, apart from fp32 tiles of what it converts."""
         # of each parameter, the states that may be installed now, with their blocks; none before its first one is made
         self._reached: list[list[tuple[ParamState | None, Block]]] = [[] for _ in moves]
+        self._aside: tuple[int, Block, list[str], ParamState] | None = None  # of which parameter and block, and where
 
     def run(self, attempt: Attempt = alone) -> None:
         """Convert the state of all parameters, one at a time. Nothing is replaced before ``attempt`` has returned."""
         for index in list(self._left):
-            member, reached = self._members[index], self._reached[index]
+            member = self._members[index]
             holding, target = self._left.pop(index), self._blocks[index]  # so that old state is freed when replaced
             if not member.is_trained and member.param not in self._state:
-                reached.append((None, target))
+                self._reached[index].append((None, target))
                 continue
+            now = member.block
             for block in (*(self._on_the_way(member, holding, target) if self._inherit else ()), target):
+                holding = attempt(functools.partial(self._make_room, index, holding, now, block))
                 move = Move(holding, block, member.lr_scale)
                 state = attempt(functools.partial(move.convert, inherit=self._inherit))
-                reached.append((state, block))
-                self._state[member.param] = state
-                del reached[:-1]
-                holding = replace(holding, layout=move.layout, state=state)
+                self._install(index, state, block)
+                self._aside = None
+                self._bytes += move.layout.nbytes - (holding.layout.nbytes if holding.state else 0)
+                holding, now = replace(holding, layout=move.layout, state=state), block
                 del move
 
     def _on_the_way(self, member: Member, holding: Holding, target: Block) -> Iterator[Block]:
@@ -211,6 +238,45 @@ class Change:
         for name in changed[:-1]:
             codecs[name] = dict(new.codec_names)[name]
             yield replace(member.block, configuration=replace(old, codec_names=tuple(codecs.items())))
+
+    def _make_room(self, index: int, holding: Holding, now: Block, block: Block) -> Holding:
+        """Put old tensors aside if the new ones do not fit beside them. Return where the old state is then."""
+        member = self._members[index]
+        keys, new = Move(holding, block, member.lr_scale).replaced(inherit=self._inherit)
+        if self._bytes + new <= self.most_bytes:
+            return holding
+        held, aside = holding.place.held(holding.state), dict(holding.state)
+        try:
+            aside |= {key: put_aside(held[key]) for key in keys if held[key].numel() and held[key].is_contiguous()}
+        except OSError as error:
+            logger.warning(
+                "Migrating %r needs %.1f MiB more than the larger plan, because no temporary file can be written: %s. "
+                "Set TMPDIR to a folder with free space.",
+                *(member.name, (self._bytes + new - self.most_bytes + SIDE_BY_SIDE) / 2**20, error),
+            )
+            return holding
+        self._aside = (index, now, keys, aside)
+        self._install(index, aside, now)
+        return replace(holding, state=aside)
+
+    def _install(self, index: int, state: ParamState, block: Block) -> None:
+        reached = self._reached[index]
+        reached.append((state, block))
+        self._state[self._members[index].param] = state
+        del reached[:-1]
+
+    def put_back(self) -> None:
+        """Make state that is still aside after an interrupt usable: on its device, and distributed as before."""
+        if self._aside is None:
+            return
+        index, block, keys, aside = self._aside
+        member = self._members[index]
+        if self._state.get(member.param) is aside:
+            buffers = block.configuration.layout(member.shape, rows=member.place.rows).buffers
+            device = HOST if block.host else member.param.device
+            back = {key: member.place.wrap(local(aside[key]).to(device), buffers[key]) for key in keys}
+            self._install(index, {**aside, **back}, block)
+        self._aside = None
 
     def plan_so_far(self, old: Plan) -> Plan:
         """Return the plan in which every parameter is in the block that its state is for."""
@@ -255,7 +321,7 @@ def _converted_slot(old: Holding, mechanism: Mechanism, stored: Format, device: 
     source = next((each for each in old.layout.formats if each.slot.name == name), None)
     # a slot that was there is as old as it was, even if it has seen nothing yet: after a late start its age is 0
     age = old.ages.get(name, 0) if source else mechanism.inferred_age(name, old.ages, old.hyper)
-    if age and source == stored and _mass_ratio(old, mechanism, name, age) == 1.0:
+    if is_kept(old, mechanism, stored):
         state = {key: old.state[key].to(device) for _, key in stored.keys} | new_age(stored)
     else:
         state = new_slot(stored, device, old.place)
@@ -280,9 +346,18 @@ def _converted_low_bits(old: Holding, stored: Format, device: torch.device) -> P
         state = new_slot(stored, device, old.place)
         if source.buffers and stored.buffers:
             codes, target = (each[WEIGHT.name] for each in (old.place.held(old.state), old.place.held(state)))
-            target.copy_(low_bits_as(target.dtype, codes))
+            for rows in old.tiles():
+                target[rows] = low_bits_as(target.dtype, codes[rows])
     set_age(state, stored.age_key, int(old.state[source.age_key]))
     return state
+
+
+def is_kept(old: Holding, mechanism: Mechanism, stored: Format) -> bool:
+    """Return whether a slot has the same format and numbers under the new rule, so that its tensors are taken over."""
+    if stored.slot.of_weight:
+        return bool(old.state) and type(stored) in map(type, old.layout.formats)
+    age = old.ages.get(stored.slot.name, 0)
+    return bool(age) and stored in old.layout.formats and _mass_ratio(old, mechanism, stored.slot.name, age) == 1.0
 
 
 def _mass_ratio(old: Holding, mechanism: Mechanism, slot: str, age: int) -> float:

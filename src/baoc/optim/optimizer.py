@@ -364,8 +364,10 @@ class BlockOptimizer(torch.optim.Optimizer):
     def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
         """Change configurations in the middle of training.
 
-        State is converted one parameter at a time. If this is interrupted, every parameter is either in its old block
-        or in its new one, and training can go on.
+        State is converted one parameter or slot at a time, within the memory of the larger plan and 16 MiB: where old
+        and new state do not fit side by side, the old one waits in host memory, or in a temporary file if it is there
+        already. If this is interrupted, every parameter is either in its old block or in its new one, and training can
+        go on.
 
         Args:
             plan: a plan for all parameters, or one configuration. A block without ``lr_scale`` gets the one under which
@@ -408,6 +410,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         Whatever reads the plan calls this first, so an interrupt in here does no harm.
         """
         if self._change is not None:
+            self._change.put_back()
             plan = self._change.plan_so_far(self._plan)
             self.__dict__.update(_plan=plan, _plan_given=True, _is_planned=True, _change=None)  # cannot be interrupted
 

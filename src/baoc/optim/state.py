@@ -6,6 +6,8 @@ Also parameters that share memory: kernels update several parameters at once, so
 from __future__ import annotations
 
 import itertools
+import mmap
+import tempfile
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from baoc.core.codecs import Format
 from baoc.core.configuration import Layout
-from baoc.core.sharding import HOST, WHOLE, Place, local
+from baoc.core.sharding import HOST, WHOLE, Place, has_own_memory, local
 
 ParamState = dict[str, Any]  # buffers by their key in the layout, and "<slot>.age"
 PLAIN = (Tensor, nn.Parameter)
@@ -24,6 +26,7 @@ SAMPLES = "baoc.samples"
 """The key of the first trainable parameter's state under which the tensors of a planner are stored: all kinds of
 checkpoints look for tensors only there."""
 _AGE = ".age"
+_WRITTEN = 1 << 24  # bytes that are written to a file at a time
 
 
 def new_state(layout: Layout, device: torch.device, place: Place = WHOLE) -> ParamState:
@@ -94,6 +97,34 @@ def misfit(layout: Layout, held: Mapping[str, Any], device: torch.device) -> str
         if tensor.is_cpu is not on_cpu and buffer.name != "age":
             return f"keeps its state on {device}, but its {key!r} is on {tensor.device}"
     return None
+
+
+def put_aside(tensor: Tensor) -> Tensor:
+    """Copy a tensor out of the memory of its device: into host memory, or from there into a temporary file.
+
+    The file has no name and is mapped, so the copy is an ordinary tensor: it can be read, written and saved, its pages
+    are read when they are needed, and nothing stays on the disk.
+
+    Args:
+        tensor: a tensor without holes.
+
+    Raises:
+        OSError: if the temporary file cannot be written.
+
+    Example:
+        >>> aside = put_aside(torch.arange(3, dtype=torch.float32, device="cpu"))
+        >>> aside.tolist(), aside.dtype
+        ([0.0, 1.0, 2.0], torch.float32)
+    """
+    if has_own_memory(tensor.device):
+        return tensor.to(HOST)
+    with tempfile.TemporaryFile() as file:
+        content: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+        for start in range(0, content.size, _WRITTEN):  # not through the mapping: a full disk would be a SIGBUS there
+            file.write(content[start : start + _WRITTEN])
+        file.flush()
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
 
 
 class Memo:

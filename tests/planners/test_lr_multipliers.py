@@ -10,7 +10,7 @@ from torch import nn
 
 from baoc import BAOC, EffectPlanner, Plan, make_plan
 from baoc.core.roles import Role
-from baoc.planners.lr_multipliers import TABLE, VECTOR, multiplier, multipliers
+from baoc.planners.lr_multipliers import HEAD, TABLE, VECTOR, multiplier, multipliers
 
 WIDTH, WORDS = 64, 256
 
@@ -66,7 +66,8 @@ def test_a_model_of_nothing_but_tables_keeps_the_learning_rate_that_was_meant_fo
         (Role.EMBEDDING, (4, WORDS, WIDTH), 1.0),
         (Role.VECTOR, (WIDTH,), VECTOR),
         (Role.VECTOR, (), VECTOR),
-        (Role.HEAD, (WORDS, WIDTH), 1.0),
+        (Role.HEAD, (2 * WIDTH, WIDTH), HEAD),
+        (Role.HEAD, (2 * WIDTH - 1, WIDTH), 1.0),  # over few classes
         (Role.MATRIX, (WORDS, WIDTH), 1.0),
         (Role.STACK, (4, WIDTH, WIDTH), 1.0),
         (Role.CONVOLUTION, (WIDTH, 3, 3, 3), 1.0),

@@ -55,8 +55,8 @@ class EffectPlanner:
         forbid: configurations that must not be used: "sgd*", or by a pattern on parameters, {"head.*": "muon*"}.
         prefer: configurations to prefer, likewise.
         preference: percent of the loss that a preference is worth for a whole role.
-        lr_multipliers: whether embeddings and vectors get a higher learning rate from scratch. Off in any case where
-            param groups have learning rates of their own.
+        lr_multipliers: whether embeddings, heads over a vocabulary and vectors get a higher learning rate from scratch.
+            Off in any case where param groups have learning rates of their own.
         replan_every: plan again after this many steps.
 
     Example:

@@ -1,8 +1,9 @@
 """Learning-rate multipliers by role.
 
 A learning rate that is best for AdamW on a whole model is as large as hidden matrices tolerate. From scratch, tables of
-embeddings and vectors do better with more; pretrained ones should stay near where they are. Measured in
-`docs/results/rates.md`. The multipliers are part of a plan, as the ``lr_scale`` of its blocks.
+embeddings, heads over a vocabulary and vectors do better with more; pretrained ones should stay near where they are.
+Measured in `docs/results/rates.md` and, for heads, `docs/results/rules.md`. The multipliers are part of a plan, as the
+``lr_scale`` of its blocks.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from baoc.core.roles import HIDDEN, Role
 from baoc.core.spec import Shape
 from baoc.planners.model_facts import SCRATCH
 
-TABLE, VECTOR = 4.0, 2.0
-"""For embeddings that are looked up, and for vectors."""
-_TALL = 2  # rows of a table to its columns: position embeddings of images and maps of patches are not looked up
+TABLE, HEAD, VECTOR = 4.0, 2.0, 2.0
+"""For embeddings that are looked up, for heads over a vocabulary, and for vectors."""
+_TALL = (
+    2  # rows of a table to its columns: position embeddings, maps of patches and heads over few classes are not tall
+)
+
+_OF_TALL = {Role.EMBEDDING: TABLE, Role.HEAD: HEAD}
 
 
 def multipliers(params: Mapping[str, tuple[Role, Shape]], regime: str) -> dict[str, float]:
@@ -44,10 +49,11 @@ def multiplier(role: Role, shape: Shape, regime: str) -> float:
         >>> multiplier(Role.EMBEDDING, (50257, 768), "scratch"), multiplier(Role.EMBEDDING, (50257, 768), "finetune")
         (4.0, 1.0)
         >>> multiplier(Role.VECTOR, (768,), "scratch"), multiplier(Role.HEAD, (50257, 768), "scratch")
-        (2.0, 1.0)
+        (2.0, 2.0)
     """
     if regime != SCRATCH:
         return 1.0
-    if role is Role.EMBEDDING and len(shape) == 2 and shape[0] >= _TALL * shape[1]:
-        return TABLE
-    return VECTOR if role is Role.VECTOR else 1.0
+    if role is Role.VECTOR:
+        return VECTOR
+    is_tall = len(shape) == 2 and shape[0] >= _TALL * shape[1]
+    return _OF_TALL.get(role, 1.0) if is_tall else 1.0

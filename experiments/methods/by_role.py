@@ -1,7 +1,8 @@
 """Configurations of ours by role or by parameter, and 32-bit AdamW for all that is not named.
 
 A method's name says it all: ``hidden=muon-8; embedding=colnorm``, or ``transformer.h.3.mlp.c_fc.weight=spectral``.
-A last word like ``x2`` is of the learning rate: ``embedding=adamw-8 x2``.
+A last word like ``x2`` is of the learning rate: ``embedding=adamw-8 x2``. Settings of the optimizer may follow:
+``hidden=muon-8; weight_decay=0.5; betas=(0.9, 0.95)``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from baoc.core.roles import HIDDEN, Role, canonical_name, roles_of
 from baoc.core.spec import Shape
 from experiments.methods.base import Method, MethodError, Settings
 from experiments.methods.budgeted import lr_scale
+from experiments.methods.uniform import arguments
 
 REST = "adamw-32"
 SMALL = 4096
@@ -30,6 +32,8 @@ ROLES: Mapping[str, frozenset[Role]] = {
     "head": frozenset({Role.HEAD}),
     "vector": frozenset({Role.VECTOR}),
 }
+SETTINGS = ("betas", "weight_decay", "update_rms", "max_update_rms")
+"""Settings of the optimizer that a spelling may have; no model of ours has parameters of these names."""
 _ASSIGNMENT = re.compile(r"\s*([\w.]+)\s*=")  # of a configuration; its own `=` are in brackets
 _FACTOR = re.compile(r"\s+x([\d.]+)\s*$")
 
@@ -60,14 +64,20 @@ def by_role(spelling: str) -> Method:
 
     >>> by_role("hidden=muon[m=int8]; embedding=adamw-8").label
     'hidden=muon-8; embedding=adamw-8'
+    >>> by_role("hidden=muon-8; weight_decay=0.5").label
+    'hidden=muon-8; weight_decay=0.5'
     """
-    chosen = parse(spelling)
+    texts = spelling.split(";")
+    others = [text for text in texts if text.partition("=")[0].strip() in SETTINGS]
+    chosen = parse(";".join(text for text in texts if text not in others))
+    given = arguments(spelling, others)
 
     def build(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
         plan = plan_of(model, chosen)
-        return baoc.BlockOptimizer(model, lr=lr, betas=settings.betas, weight_decay=settings.weight_decay, plan=plan)
+        hyper = {"betas": settings.betas, "weight_decay": settings.weight_decay, **given}
+        return baoc.BlockOptimizer(model, lr=lr, plan=plan, **hyper)
 
-    label = "; ".join(f"{place}={choice.label}" for place, choice in chosen.items())
+    label = "; ".join([*(f"{place}={choice.label}" for place, choice in chosen.items()), *map(str.strip, others)])
     return Method(spelling, label, build, note=f"baoc; {REST} for all that is not named")
 
 

@@ -21,16 +21,21 @@ def uniform(spelling: str) -> Method:
     'muon-8; update_rms=0.2'
     """
     first, *others = spelling.split(";")
-    configuration, arguments = baoc.parse(first), _arguments(spelling, others)
+    configuration, given = baoc.parse(first), arguments(spelling, others)
 
     def build(model: nn.Module, lr: float, settings: Settings) -> torch.optim.Optimizer:
-        given = {"betas": settings.betas, "weight_decay": settings.weight_decay, **arguments}
-        return baoc.BlockOptimizer(model, lr=lr, plan=configuration, **given)
+        hyper = {"betas": settings.betas, "weight_decay": settings.weight_decay, **given}
+        return baoc.BlockOptimizer(model, lr=lr, plan=configuration, **hyper)
 
     return Method(spelling, ";".join([configuration.alias, *others]), build, note="baoc")
 
 
-def _arguments(spelling: str, texts: list[str]) -> dict[str, Any]:
+def arguments(spelling: str, texts: list[str]) -> dict[str, Any]:
+    """Settings of the optimizer in a method's name.
+
+    >>> arguments("muon-8; update_rms=0.2", [" update_rms=0.2"])
+    {'update_rms': 0.2}
+    """
     found: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")

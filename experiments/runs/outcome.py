@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -30,6 +32,7 @@ def _measured(running: Running) -> Row:
     return {
         "diverged_at": record.step if _has_diverged(running) else None,
         "train_loss": _train_loss(running),
+        "curve": curve(record.losses),
         "seconds": record.seconds,
         "step_seconds": record.step_seconds / record.step,
         "state_bytes": baoc.state_bytes(optimizer),
@@ -92,6 +95,17 @@ def _train_loss(running: Running) -> float | None:
     """The mean of the last losses."""
     last = running.record.losses[-max(1, int(_TAIL * running.cell.steps)) :]
     return _finite(sum(last) / len(last))
+
+
+def curve(losses: Sequence[float], parts: int = 20) -> list[float | None]:
+    """Return the mean training loss of each part of a run.
+
+    >>> curve([4.0, 2.0, 2.0, 1.0], parts=2)
+    [3.0, 1.5]
+    """
+    bounds = [len(losses) * part // parts for part in range(parts + 1)]
+    each = [losses[start:end] for start, end in pairwise(bounds) if end > start]
+    return [_finite(round(sum(part) / len(part), 5)) for part in each]
 
 
 def _finite(value: float) -> float | None:

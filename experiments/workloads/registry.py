@@ -10,7 +10,7 @@ from typing import Any
 
 from baoc.core.text import human_count, table
 from baoc.tools.models.resolve import explained, importable, load_file
-from experiments.workloads import causal, fine_tuning, gpt, llama, t5, unet, vit
+from experiments.workloads import causal, enwik8, fine_tuning, gpt, llama, t5, unet, vit
 from experiments.workloads.base import Options, Workload, WorkloadError
 from experiments.workloads.sources import presence
 
@@ -19,6 +19,7 @@ FAMILIES: tuple[tuple[Any, dict[str, Any]], ...] = (
     (gpt.GPTWorkload, gpt.SIZES),
     (t5.T5Workload, t5.SIZES),
     (llama.LlamaWorkload, llama.SIZES),
+    (enwik8.LlamaOnBytes, enwik8.SIZES),
     (unet.UNetWorkload, unet.SIZES),
     (fine_tuning.GPTFineTuning, fine_tuning.GPT_SIZES),
     (fine_tuning.ViTFineTuning, fine_tuning.VIT_SIZES),

@@ -26,6 +26,7 @@ SOURCES = {
     "alpaca": Source("alpaca_data.json", ("tatsu-lab/alpaca",)),
     "gsm8k": Source("train.jsonl and test.jsonl", ("openai/gsm8k", "main")),
     "cifar10": Source("an .npz of x_train, y_train, x_test, y_test, or data_batch_*.bin", ("uoft-cs/cifar10",)),
+    "enwik8": Source("enwik8 or enwik8.gz (mattmahoney.net/dc/enwik8.zip, unpacked)", ()),
     "imagenet": Source("train/ and val/, each with one folder of images per class", ()),
 }
 BUILT_IN = {"embedded": "pydoc_data", "digits": "sklearn"}  # and the package that has it

@@ -7,7 +7,8 @@ Marks are HTML comments on the line above a block:
 - ``<!-- output of: COMMAND -->`` above the output of a ``baoc`` command;
 - ``<!-- source: FILE FIRST LAST -->`` above Python code of a file, from one definition to another, which is run too.
 
-An output may leave out lines at its beginning and its end. ``python -m tests.docs.documents`` rewrites all outputs.
+An output is complete, or has a line ``...`` where lines are left out. ``python -m tests.docs.documents`` rewrites all
+outputs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+CUT = "..."
 _FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*) -->\n\n?)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -128,19 +130,19 @@ def source(path: str, first: str, last: str) -> str:
 
 
 def shows(block: Block, printed: str) -> bool:
-    """Return whether a block shows consecutive lines of what was printed, or all of its source."""
+    """Return whether a block shows all that was printed, except lines that ``...`` stands for, or all its source."""
     if block.mark.startswith("source: "):
         return block.text == printed
-    lines, all_lines = _lines(block.text), _lines(printed)
-    return bool(lines) and any(all_lines[at : at + len(lines)] == lines for at in range(len(all_lines)))
+    lines = [r"(?:.*\n)*?" if line.strip() == CUT else re.escape(line) + r"\n" for line in _lines(block.text)]
+    return any(lines) and bool(re.fullmatch("".join(lines), "".join(f"{line}\n" for line in _lines(printed))))
 
 
 def renewed(block: Block, printed: str) -> str:
     """Return what was printed, between the lines that start with the first words of the block's first and last line.
 
-    Indented lines after the last one belong to it.
+    Indented lines after the last one belong to it. ``...`` stands for what is left out before and after them.
     """
-    shown, lines = _lines(block.text), _lines(printed)
+    shown, lines = [line for line in _lines(block.text) if line.strip() != CUT], _lines(printed)
     if block.mark.startswith("source: ") or not shown:
         return printed
     firsts = [at for at, line in enumerate(lines) if line.split()[:1] == shown[0].split()[:1]]
@@ -148,7 +150,7 @@ def renewed(block: Block, printed: str) -> str:
     start, end = firsts[0] if firsts else 0, lasts[-1] + 1 if lasts else len(lines)
     while 0 < end < len(lines) and _indent(lines[end]) > _indent(lines[end - 1]):
         end += 1
-    return "\n".join(lines[start:end]) + "\n"
+    return "\n".join([*[CUT] * (start > 0), *lines[start:end], *[CUT] * (end < len(lines))]) + "\n"
 
 
 def _indent(line: str) -> int:

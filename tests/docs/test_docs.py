@@ -62,19 +62,22 @@ def shown(text: str, mark: str = "output") -> Block:
     return Block(ROOT / "README.md", 1, "text", text, mark, (0, 0))
 
 
-def test_lines_that_are_shown_are_neighbours():
-    assert documents.shows(shown("b\nc\n"), "a\nb\nc  \nd\n")
-    assert not documents.shows(shown("a\nc\n"), "a\nb\nc\n")
-    assert not documents.shows(shown(""), "a\n")
+def test_an_output_is_complete_or_shows_where_it_is_cut():
+    printed = "a\nb\nc  \nd\n"
+    for text in ("a\nb\nc\nd\n", "...\nb\nc\n...\n", "a\n...\nd\n", "...\nd\n"):
+        assert documents.shows(shown(text), printed), text
+    for text in ("b\nc\n", "a\nb\nc\n", "a\nc\nd\n", "...\nc\n", "a\n...\nb\n", "a\n...\ne\n...\n", ""):
+        assert not documents.shows(shown(text), printed), text
     assert not documents.shows(shown("b\n", "source: a.py b"), "a\nb\n")
 
 
 def test_an_output_is_renewed_from_its_first_word_to_its_last():
-    block = shown("block x\nexpected: -1%\n")
+    block = shown("...\nblock x\nexpected: -1%\n")
     printed = "a notice\nblock  y\nmore\nexpected: -2%\nsaved\n"
-    assert documents.renewed(block, printed) == "block  y\nmore\nexpected: -2%\n"
+    assert documents.renewed(block, printed) == "...\nblock  y\nmore\nexpected: -2%\n...\n"
     wrapped = printed.replace("-2%\n", "-2%\n          more of it\n")
-    assert documents.renewed(block, wrapped) == "block  y\nmore\nexpected: -2%\n          more of it\n"
+    assert documents.renewed(block, wrapped) == "...\nblock  y\nmore\nexpected: -2%\n          more of it\n...\n"
+    assert documents.renewed(block, "block y\nexpected: -2%\n") == "block y\nexpected: -2%\n"
 
 
 # ---- commands ----

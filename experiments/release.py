@@ -74,7 +74,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--data", help="has alpaca/ and cifar10/ (default: $BAOC_DATA, or the hub)")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tables-only", action="store_true")
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     path = arguments.output / "runs.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
-    for seed, name, plan, clip in itertools.product(range(arguments.seeds), WORKLOADS, PLANS, CLIPS):
+    for plan, seed, name, clip in itertools.product(PLANS, range(arguments.seeds), WORKLOADS, CLIPS):
         key = {"workload": name, "plan": plan, "clip": clip, "seed": seed, "steps": arguments.steps}
         if arguments.tables_only or any(row.items() >= key.items() for row in rows):
             continue

@@ -14,6 +14,7 @@ from baoc import resume
 from baoc.core.mechanisms import known_settings
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import role_of
+from baoc.core.sharding import local
 from baoc.core.spec import DEFAULT_BETAS
 from baoc.core.text import names_checked, notice, one_line
 from baoc.optim import agreement, checkpoint, groups, migrate
@@ -21,11 +22,12 @@ from baoc.optim.groups import Group
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.optim.state import SAMPLES
 from baoc.plan import measured_times
-from baoc.planners.base import Budget, Memory, Planner, Progress
+from baoc.planners.base import AUTO, Budget, Memory, Planner, Progress
 from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import ModelFacts, TokenCounter
 from baoc.planners.paper.planner import PaperPlanner, PaperSession
 from baoc.planners.paper.statistics import GradientStatistics, StatisticsError
+from baoc.planners.total import Tensors, Total
 from baoc.resume import Settings
 
 logger = logging.getLogger("baoc")
@@ -61,6 +63,11 @@ class BAOC(BlockOptimizer):
             rank with the most may hold.
         planner: chooses the plan: :class:`~baoc.EffectPlanner` (the default) by measured effects,
             :class:`~baoc.PaperPlanner` by the paper's Algorithm 1.
+        total_memory: instead of ``memory``, a budget for weights, gradients, activations and state of each rank, such
+            as "20GiB". What the others leave is for state. :attr:`total` shows all of it, and ``optimizer.plan.advice``
+            what would free more.
+        activations: with ``total_memory``, what the forward pass needs: a size, or bytes.
+        gradients: with ``total_memory``, "keep", or "release" if you call :func:`~baoc.release_gradients`.
         host_memory: a budget for state in host memory, likewise; ``memory`` is then for what the device holds. Such
             blocks are updated on the host.
         maximize: maximize the objective instead of minimizing it.
@@ -92,12 +99,23 @@ class BAOC(BlockOptimizer):
         memory: Memory = "auto",
         planner: Planner | None = None,
         host_memory: Memory | None = None,
+        total_memory: int | str | None = None,
+        activations: int | str = 0,
+        gradients: str = "keep",
         maximize: bool = False,
         kernel: str = "auto",
         on_nonfinite: str = "step",
         verbose: bool = True,
         process_group: agreement.Group = None,
     ) -> None:
+        if total_memory is not None and memory != AUTO:
+            raise PlanError(
+                f"memory={memory!r} and total_memory={total_memory!r} are both given. Give one of them: total_memory "
+                "is for weights, gradients, activations and state, and memory for state alone."
+            )
+        if total_memory is None and (activations or gradients != "keep"):
+            raise PlanError("activations= and gradients= are for total_memory=, which is not given. Leave them out.")
+        self._total: Total | None = None
         self._requested = self._settings = Settings(Budget(memory, host_memory), EffectPlanner()).changed(
             planner=planner
         )
@@ -107,6 +125,10 @@ class BAOC(BlockOptimizer):
         self._failed = self._is_stale = self._is_ready = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         self._setup(params, defaults, {}, kernel=kernel, on_nonfinite=on_nonfinite, peers=self._peers)
+        if total_memory is not None:
+            self._total = Total(total_memory, self._tensors(params), activations, gradients)
+            left = self._total.memory(is_sharded=bool(self._current_members().ranks))
+            self._requested = self._settings = self._settings.changed(memory=left)
         self._facts = ModelFacts.of(params if isinstance(params, nn.Module) else self._params())
         self._session = self._settings.planner.start(self._params(), self._model())
         self._install(self._starting_plan(), inherit=False)
@@ -379,6 +401,17 @@ class BAOC(BlockOptimizer):
     # ---- what planners are told ----
 
     @property
+    def total(self) -> str:
+        """With ``total_memory``: bytes per parameter of weights, gradients and state, what each saves, and advice."""
+        return "" if self._total is None else self._total.table(self.plan)
+
+    def _tensors(self, params: nn.Module | Iterable[Any]) -> Tensors:
+        everything = params.parameters() if isinstance(params, nn.Module) else ()
+        frozen = sum(local(param).nbytes for param in everything if not param.requires_grad)
+        dtypes = {member.name: member.param.dtype for member in self.members()}
+        return Tensors.of(self._shapes(), dtypes, self._rows_per_rank(), frozen)
+
+    @property
     def _progress(self) -> Progress:
         return Progress(self._steps, self._planned_at, self._failed)
 
@@ -418,7 +451,8 @@ class BAOC(BlockOptimizer):
     def _with_later(self, plan: Plan) -> Plan:
         blocks = (*plan.blocks, *self._later_blocks())
         assigned = [(name, shape, block) for block in blocks for name, shape in block.parameters.items()]
-        return groups.plan_of(assigned, plan.settings)
+        advice = {} if self._total is None else {"advice": list(self._total.advice)}
+        return groups.plan_of(assigned, {**plan.settings, **advice})
 
     # ---- ranks ----
 
@@ -505,6 +539,7 @@ class BAOC(BlockOptimizer):
             "_planned_at",
             "_failed",
             "_is_stale",
+            "_total",
         )
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 

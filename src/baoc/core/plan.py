@@ -202,6 +202,11 @@ class Plan:
         return self.device_bytes_per_rank + self.host_bytes_per_rank
 
     @property
+    def advice(self) -> tuple[str, ...]:
+        """Changes that only the user can make, and what each would free. Plans of a ``total_memory`` have some."""
+        return tuple(self.settings.get("advice", ()))
+
+    @property
     def device_bytes_per_rank(self) -> int:
         """Bytes of state on the device of the rank that holds the most."""
         return self._bytes_per_rank(host=False)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 
-from torch import Tensor, nn
+from torch import nn
 
 from baoc.core.spec import Shape, real_shape
 
@@ -25,6 +25,8 @@ _HEAD_NAME = re.compile(
     r"(^|\.)lm_head(?=\.|$)|^([a-z_]+\.)*(head|classifier|proj_out|conv_out)(?=\.|$)", re.IGNORECASE
 )
 _LAYER = re.compile(r"^(.*?\.?\d+)(\.|$)")
+_NUMBERED = re.compile(r"(^|\.)\d+(\.|$)")  # a module in a list of modules
+_LAYER_TYPES = (nn.Linear, nn.modules.conv._ConvNd)
 _LETTER = re.compile(r"[^\W\d]")
 _LONG = 8  # height over width: more than an MLP's matrix has, and less than most vocabularies
 _WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -102,8 +104,12 @@ def role_of(shape: Shape, name: str = "") -> Role:
 def roles_of(model: nn.Module) -> dict[str, Role]:
     """Return the role of every parameter of a model, by module type where it is known and else by name and shape.
 
+    A head is what ``model.get_output_embeddings()`` returns, or a layer with a name such as ``lm_head`` or
+    ``classifier``. Without these, it is the last linear or convolution layer, unless its outputs are inputs of another
+    layer and an earlier layer has outputs that nothing else reads. A head that is tied to an embedding is an embedding.
+
     Args:
-        model: the model. Its last linear or convolution layer is the head.
+        model: the model.
 
     Returns:
         Role by canonical parameter name.
@@ -113,21 +119,67 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
         >>> {name: role.value for name, role in roles_of(unet).items() if name.endswith("weight")}
         {'0.weight': 'convolution', '1.weight': 'matrix', '2.weight': 'head'}
     """
-    by_module: dict[int, Role] = {}
-    last: Tensor | None = None
-    for module in model.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            by_module[id(module.weight)] = Role.EMBEDDING
-        elif isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
-            last = module.weight
-            if isinstance(module, nn.Linear):
-                by_module.setdefault(id(module.weight), Role.MATRIX)
-    if last is not None and by_module.get(id(last)) is not Role.EMBEDDING:  # a tied head counts as an embedding
-        by_module[id(last)] = Role.HEAD
+    modules = {canonical_name(name): module for name, module in model.named_modules()}
+    layers = {name: module for name, module in modules.items() if isinstance(module, _LAYER_TYPES)}
+    by_weight = {id(module.weight): Role.MATRIX for module in layers.values() if isinstance(module, nn.Linear)}
+    by_weight |= {id(layers[name].weight): Role.HEAD for name in _heads(model, modules, layers)}
+    embeddings = [module for module in modules.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    by_weight |= {id(module.weight): Role.EMBEDDING for module in embeddings}
     return {
-        canonical_name(name): by_module.get(id(param)) or role_of(real_shape(param), canonical_name(name))
+        canonical_name(name): by_weight.get(id(param)) or role_of(real_shape(param), canonical_name(name))
         for name, param in model.named_parameters()
     }
+
+
+def _heads(model: nn.Module, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the layers that are heads."""
+    heads = {}  # by what the name has in front of and up to "head": VGG's classifier is three layers, of which one is it
+    for name in layers:
+        if found := _HEAD_NAME.search(name):
+            heads[name[: found.end()]] = name
+    output = _output_layer(model)
+    heads |= {name: name for name, module in layers.items() if module is output}
+    return list(heads.values()) or [name for name in [_head_by_shape(modules, layers)] if name is not None]
+
+
+def _output_layer(model: nn.Module) -> object:
+    """Return what a model of transformers says its head is."""
+    get = getattr(model, "get_output_embeddings", None)
+    try:
+        return get() if callable(get) else None
+    except (AttributeError, NotImplementedError):  # some models of transformers declare it without having one
+        return None
+
+
+def _head_by_shape(modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> str | None:
+    """Return the layer whose outputs nothing reads: the last one, or if another layer reads its outputs, an earlier one.
+
+    Layers in a stack of blocks do not count as earlier ones, because attention layers may concatenate their outputs.
+    Nor do layers with more outputs than inputs that are no vocabulary: their outputs may be split.
+    """
+    last = next(reversed(layers), None)
+    if last is None:
+        return None
+    read = {_features(module, 1) for module in layers.values()}
+    if _features(layers[last], 0) not in read and _NUMBERED.search(last) is None:
+        return last
+    vocabularies = {module.num_embeddings for module in modules.values() if isinstance(module, nn.Embedding)}
+    earlier = [
+        name
+        for name, module in layers.items()
+        if _NUMBERED.search(name) is None
+        and (outputs := _features(module, 0)) not in read
+        and (outputs in vocabularies or outputs < _features(module, 1))
+    ]
+    return earlier[-1] if earlier else last
+
+
+def _features(layer: nn.Module, dim: int) -> int:
+    """Return the number of outputs (dim 0) or inputs (dim 1) of a layer."""
+    if isinstance(layer, nn.Linear):
+        return (layer.out_features, layer.in_features)[dim]
+    assert isinstance(layer, nn.modules.conv._ConvNd)
+    return (layer.out_channels, layer.in_channels)[dim]
 
 
 def roles_by_name(shapes: Mapping[str, Shape]) -> dict[str, Role]:

@@ -17,6 +17,7 @@ from baoc.planners.paper.risk import RISKS
 from baoc.planners.paper.times import UpdateTimes, signature
 from baoc.planners.paper.units import structural_units
 from baoc.tools.cli import main
+from baoc.tools.report import explorer
 
 WORKLOAD = """
 import torch
@@ -202,7 +203,6 @@ def test_a_plan_of_measured_effects_says_what_it_predicts(run: Any):
         ("w.py:make_empty --planner paper", ["no batches"]),
         ("nothing", ["unknown model 'nothing'"]),
         ("none.stats", ["no file or folder 'none.stats'"]),
-        ("a.json", ["a.json"]),
         ("vit --planner paper", ["no data to train on", "--dry-run"]),
         ("vit --planner papers", ["invalid choice", "effects"]),
         ("w.py:make --steps 3", ["--steps is an option of --planner paper"]),
@@ -339,6 +339,16 @@ def test_frontier_of_a_model_shows_predicted_losses(run: Any):
     assert "no time limit" in run("frontier", "vit", "--points", "2", "--time", "inf")[1]
 
 
+def test_frontier_of_a_plan_is_that_of_its_model_and_a_report_agrees(saved: Path, run: Any):
+    run("plan", "vit", "--memory", "25%", "-o", "of_a_model.json")
+    content = json.loads(run("frontier", "of_a_model.json", "--json")[1])
+    assert content["points"] == json.loads(run("frontier", "vit", "--json")[1])["points"]
+    page = explorer.content(explorer.Sources("vit", plans={"a": Plan.load(saved / "of_a_model.json")}))
+    at = content["points"][content["knee"]]
+    assert page["frontier"][0]["bytes"] == content["points"][0]["state_bytes"]
+    assert page["frontier"][page["knee"]]["bytes"] == at["state_bytes"]
+
+
 def test_the_frontier_starts_at_the_smallest_budget_that_can_be_met(run: Any):
     content = json.loads(run("frontier", "w.stats", "--points", "3", *PAPERS, "--forbid", "sgd*", "--json")[1])
     first = content["points"][0]
@@ -347,7 +357,9 @@ def test_the_frontier_starts_at_the_smallest_budget_that_can_be_met(run: Any):
 
 def test_frontier_refuses_in_one_line(run: Any, monkeypatch: pytest.MonkeyPatch):
     refused(run("frontier", "none.stats"), "no file or folder 'none.stats'")
-    refused(run("frontier", "a.json"), "a.json")
+    refused(run("frontier", "a.json", "--planner", "paper"), "'a.json' is a plan")
+    Path("text.txt").write_text("hello")
+    refused(run("frontier", "text.txt"), "'text.txt' is not a file of gradient statistics.")
     refused(run("frontier", "vit", "--planner", "paper"), "no data to train on")
     refused(run("frontier", "w.stats", "--forbid", "*"), "every configuration is forbidden")
     refused(run("frontier", "w.stats", "--points", "1"), "at least 2")

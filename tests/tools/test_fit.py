@@ -299,9 +299,20 @@ SMALL = ("vit", "--batch", "256")
 def test_the_exit_code_says_whether_it_fits(gpu: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     found, text = ask(capsys, *SMALL, "--gpu", gpu)
     assert found == code
-    assert ("It fits, with" in text) == (code == 0) and ("It does not fit: " in text) == (code == 1)
+    answer = " ".join(text.split()).partition(". ")[0]
+    assert answer.startswith(
+        "Training vit fits: it takes" if code == 0 else "Training vit does not fit: with the least"
+    )
     assert all(len(line) <= 80 for line in text.splitlines()), text
+    assert sum(set(line) == {"-", " "} for line in text.splitlines()) == 1, "one table"
     assert "\x1b[" not in text  # not a terminal: plain text
+
+
+def test_the_plan_takes_the_place_of_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    _, short = ask(capsys, *SMALL)
+    _, whole = ask(capsys, *SMALL, "--plan")
+    assert "adamw-32  " in short and "x step time expected" in short and "tensors  " not in short
+    assert "tensors" in whole and "adamw-16  " not in whole and "step time: about" in whole
 
 
 def test_the_bar_is_as_long_as_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,6 +359,7 @@ def test_a_model_that_nobody_knows_how_to_call(tmp_path: Path, capsys: pytest.Ca
         "from torch import nn\ndef build(): return nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8))\n"
     )
     code, text = ask(capsys, f"{source}:build")
+    text = " ".join(text.split())
     assert code == 0 and "pass --activations" in text and "the inputs of Sequential are not known" in text
     _, text = ask(capsys, f"{source}:build", "--activations", "3GiB", "--json")
     content = json.loads(text)

@@ -133,7 +133,7 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
 
 def _heads(model: nn.Module, modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> list[str]:
     """Return the names of the layers that are heads."""
-    heads = {}  # by what the name has in front of and up to "head": VGG's classifier is three layers, of which one is it
+    heads = {}  # by the name up to "head" or "classifier": that of VGG has three layers, and only the last is a head
     for name in layers:
         if found := _HEAD_NAME.search(name):
             heads[name[: found.end()]] = name
@@ -152,7 +152,7 @@ def _output_layer(model: nn.Module) -> object:
 
 
 def _head_by_shape(modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> str | None:
-    """Return the layer whose outputs nothing reads: the last one, or if another layer reads its outputs, an earlier one.
+    """Return the layer whose outputs nothing reads: the last one, or an earlier one if a layer reads those of the last.
 
     Layers in a stack of blocks do not count as earlier ones, because attention layers may concatenate their outputs.
     Nor do layers with more outputs than inputs that are no vocabulary: their outputs may be split.

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ _SHORTEST = 12
 REGIME_TEXTS = {"scratch": "from scratch", "finetune": "in fine-tuning", "general": "no norm layers"}
 """What plans say about the kind of training that their effects were measured for."""
 _NAMED = 3  # configurations in one line
+_NAME_WIDTH = 32
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -275,14 +277,21 @@ def plan_table(plan: Plan, *, wide: bool = False) -> str:
     if any(block.risk for block in plan.blocks):
         unit = "loss" if is_expectation else "risk"
         columns[unit] = lambda block: block.cost_text(is_expectation, wide)
-    if wide and any(block.why for block in plan.blocks):
-        columns["why"] = lambda block: block.why
     rows = [[text(block) for text in columns.values()] for block in plan.blocks]
-    right = [
-        name for name in columns if name not in ("block", "configuration", "why") and not (wide and name == "risk")
-    ]
+    right = [name for name in columns if name not in ("block", "configuration") and not (wide and name == "risk")]
     shorten = None if wide else "block"
-    return "\n".join([table(list(columns), rows, right=right, shorten=shorten), *_summary(plan)])
+    reasons = ["", *plan_reasons(plan)] if wide and any(block.why for block in plan.blocks) else []
+    return "\n".join([table(list(columns), rows, right=right, shorten=shorten), *_summary(plan), *reasons])
+
+
+def plan_reasons(plan: Plan) -> list[str]:
+    """Return the reasons for the configurations of a plan in lines of 80 columns; the same reason is stated once."""
+    found: dict[str, list[str]] = {}
+    for block in plan.blocks:
+        if block.why:
+            found.setdefault(block.why, []).append(shortened(printable(block.name), _NAME_WIDTH))
+    texts = [f"{', '.join(names)}: {printable(why)}" for why, names in found.items()]
+    return [fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False) for text in texts]
 
 
 def _summary(plan: Plan) -> list[str]:
@@ -313,7 +322,7 @@ def _summary(plan: Plan) -> list[str]:
 
 
 def one_line(plan: Plan) -> str:
-    """Summarize a plan: its main configurations, its bytes and the expected loss.
+    """Summarize a plan: its main configurations, its bytes, the expected loss and the estimated time of a step.
 
     Args:
         plan: the plan.
@@ -336,7 +345,8 @@ def one_line(plan: Plan) -> str:
     if plan.host_bytes:
         text += f", {human_bytes(plan.host_bytes)} of it in host memory"
     if "expected_loss" in plan.settings:
-        text += f", {_percent(plan.settings['expected_loss'])} loss expected"
+        time = f", {plan.settings['time']:.2f}x step time" if plan.settings.get("time") is not None else ""
+        text += f", {_percent(plan.settings['expected_loss'])} loss{time} expected"
     return text
 
 

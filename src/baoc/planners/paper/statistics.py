@@ -153,8 +153,8 @@ class GradientStatistics:
             content: Any = torch.load(path, weights_only=True)
         except FileNotFoundError:
             raise
-        except Exception as error:
-            raise StatisticsError(f"{source} is not a file of gradient statistics: {type(error).__name__}.") from None
+        except Exception:
+            raise StatisticsError(f"{source} is not a file of gradient statistics.") from None
         check_header(content, "a file of gradient statistics", FORMAT, VERSION, StatisticsError, source)
         try:
             return cls._read(content)

@@ -119,6 +119,7 @@ def add_fit(parser: common.Parser) -> None:
         default=REGIMES[0],
         help="the kind of training that effects are for (default: %(default)s)",
     )
+    parser.add_argument("--plan", action="store_true", help="show the plan instead of the comparison")
     _add_states(parser)
     common.add_json(parser)
     parser.set_defaults(run=run_fit)
@@ -174,7 +175,7 @@ def run_fit(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(content(args.model, answer), indent=2))
     else:
-        print_answer(args.model, model, answer)
+        print_answer(args.model, model, answer, with_plan=args.plan)
     return 0 if answer.fits else DOES_NOT_FIT
 
 

@@ -1,11 +1,11 @@
-"""The output of ``baoc fit``: a bar, two tables and a verdict in 80 columns, or the bytes of state only."""
+"""The output of ``baoc fit`` in 80 columns: a sentence, a bar and a table, or the bytes of state only."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from textwrap import wrap
+from textwrap import fill, wrap
 from typing import Any
 
 from torch import nn
@@ -13,10 +13,10 @@ from torch import nn
 from baoc.core.configuration import BUDGET_REFERENCE, CATALOG, EXTENDED, parse
 from baoc.core.roles import roles_of
 from baoc.core.spec import Shape
-from baoc.core.text import human_bytes, human_count, table
+from baoc.core.text import WIDTH, human_bytes, human_count, one_line, table
 from baoc.tools.cli import screen
 from baoc.tools.estimate import Estimate, estimate, split_excluded, trainable_shapes
-from baoc.tools.fit import GIVEN, Answer
+from baoc.tools.fit import GIVEN, SMALLEST, Answer
 
 BAR_WIDTH = 78
 STATE = "optimizer state"
@@ -35,57 +35,77 @@ _MARKS = {
 """A letter and a color for each part. The letters are enough without colors."""
 
 
-def print_answer(name: str, model: nn.Module, answer: Answer) -> None:
-    """Print the answer of ``baoc fit``.
+def print_answer(name: str, model: nn.Module, answer: Answer, *, with_plan: bool = False) -> None:
+    """Print the answer of ``baoc fit``: a sentence, the bar, and one table.
 
     Args:
         name: The model as the user typed it.
         model: The model.
         answer: The answer.
+        with_plan: Whether the table is the plan instead of a comparison with other optimizers.
     """
-    screen.show_styled(_title(name, model, answer), "\n")
+    style = "" if answer.gpu is None else "bold green" if answer.fits else "bold red"
+    for line in wrap(verdict(name, answer), WIDTH):
+        screen.show_styled((line, style))
+    screen.show_styled(_setup(model, answer), "\n")
     parts = _parts(answer)
-    for part, nbytes in parts.items():
-        mark, style = _MARKS[part]
-        screen.show_styled("  ", (f" {mark} ", style), f" {part:<17}{human_bytes(nbytes):>11}")
-    if answer.memory.activations is None:
-        screen.show_styled("      activations       not counted: measure them and pass --activations")
-        screen.show_styled("      " + "\n      ".join(wrap(answer.memory.unknown, BAR_WIDTH - 8)))
     cells = _cells(parts, BAR_WIDTH - 2)
     screen.show_styled("[", *((_MARKS[part][0] * count, _MARKS[part][1]) for part, count in cells.items()), "]")
     screen.show_styled(_limit(answer))
-    screen.show_styled((verdict(answer), "bold green" if answer.fits else "bold red"), "\n")
-    tables = [_choices(answer), *([_changes(answer)] if answer.changes else []), f"The plan:\n{answer.chosen.plan}"]
-    screen.show("\n\n".join(tables))
+    for start in range(0, len(parts), 2):
+        left, *right = list(parts.items())[start : start + 2]
+        screen.show_styled(*_legend(*left), *(text for each in right for text in ("       ", *_legend(*each))))
+    if answer.memory.activations is None:
+        unknown = f"Activations are not counted: {answer.memory.unknown}. Measure them and pass --activations."
+        screen.show("\n" + fill(unknown, WIDTH))
+    parts_of_text = [str(answer.chosen.plan) if with_plan else _choices(answer), *_advice(answer, with_plan)]
+    screen.show("\n" + "\n\n".join(parts_of_text))
 
 
-def verdict(answer: Answer) -> str:
-    """Return one line that says whether the setup fits."""
+def verdict(name: str, answer: Answer) -> str:
+    """Return one sentence that says whether the setup fits."""
+    total, one = human_bytes(answer.chosen.total), answer.setup.world_size == 1
     if answer.gpu is None:
-        return f"It takes {human_bytes(answer.chosen.total)} on each GPU. Add --gpu SIZE to check whether that fits."
-    spare = answer.gpu - answer.chosen.total
+        return f"Training {name} takes {total} on {'one GPU' if one else 'each GPU'}."
+    gpus = f"one GPU of {human_bytes(answer.gpu)}" if one else f"each GPU of {human_bytes(answer.gpu)}"
     if answer.fits:
-        loss = answer.chosen.loss
-        expected = "" if loss is None else f"; expected loss {_signed(loss)} against AdamW32"
-        return f"It fits, with {human_bytes(spare)} to spare{expected}."
-    return f"It does not fit: {human_bytes(-spare)} too much on each GPU, {_with_what(answer)}."
+        spare = human_bytes(answer.gpu - answer.chosen.total)
+        return f"Training {name} fits: it takes {total} on {gpus}, which leaves {spare} free."
+    missing = human_bytes(answer.chosen.total - answer.gpu)
+    state = human_bytes(answer.chosen.state)
+    what = f"with the requested budget ({state})" if answer.chosen.name == GIVEN else f"with the least state ({state})"
+    return f"Training {name} does not fit: {what}, {gpus} needs {missing} more."
 
 
-def _with_what(answer: Answer) -> str:
-    return "with the requested budget" if answer.chosen.name == GIVEN else "with the smallest plan"
-
-
-def _title(name: str, model: nn.Module, answer: Answer) -> str:
-    setup, trained = answer.setup, [block.numel for block in answer.chosen.plan.blocks]
-    tensors = sum(len(block.parameters) for block in answer.chosen.plan.blocks)
+def _setup(model: nn.Module, answer: Answer) -> str:
+    setup, count = answer.setup, sum(block.numel for block in answer.chosen.plan.blocks)
     spread = "FSDP2" if setup.fsdp else "a copy on each"
-    how = "one GPU" if setup.world_size == 1 else f"{setup.world_size} GPUs, {spread}"
-    tokens = f"{answer.memory.tokens} tokens each, {setup.dtype}"
-    extra = ", checkpointing" if setup.checkpointing else ""
-    return (
-        f"{name} ({type(model).__name__}): {human_count(sum(trained))} trained parameters, {tensors} tensors\n"
-        f"{how}, {tokens}{extra}"
-    )
+    gpus = ["one GPU"] if setup.world_size == 1 else [f"{setup.world_size} GPUs", spread]
+    extra = ["checkpointing"] if setup.checkpointing else []
+    each = "" if setup.world_size == 1 else " each"
+    facts = [f"{human_count(count)} parameters", *gpus, f"{answer.memory.tokens} tokens{each}", setup.dtype, *extra]
+    return f"{type(model).__name__}: {', '.join(facts)}"
+
+
+def _legend(part: str, nbytes: int) -> list[str | tuple[str, str]]:
+    mark, style = _MARKS[part]
+    return [" ", (f" {mark} ", style), f" {part:<17}{human_bytes(nbytes):>11}"]
+
+
+def _advice(answer: Answer, with_plan: bool) -> list[str]:
+    """Return what the table does not say: the plan in a sentence, and other changes of the setup."""
+    has_sentence = answer.fits and not with_plan
+    lines = [fill(f"The plan: {one_line(answer.chosen.plan)}. --plan shows it.", WIDTH)] if has_sentence else []
+    changes = []
+    for change in answer.changes:
+        fits = "" if answer.gpu is None else ", fits" if change.fits else ", does not fit"
+        loss = "" if change.loss is None or not change.fits else f", {_signed(change.loss)}"
+        note = f" ({change.note})" if change.note else ""
+        text = f"{change.what}: {human_bytes(change.total)}{fits}{loss}{note}"
+        changes.append(fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
+    if changes:
+        lines.append("\n".join(["Other changes, each with the best plan that then fits:", *changes]))
+    return lines
 
 
 def bytes_by_part(answer: Answer) -> dict[str, int]:
@@ -129,6 +149,7 @@ def _limit(answer: Answer) -> str:
 
 
 def _choices(answer: Answer) -> str:
+    """Compare optimizers. The smallest plan is no advice: it is only shown where no other plan fits."""
     header = ["optimizer", "state", "all", "fits", "loss"]
     rows = [
         [
@@ -139,23 +160,9 @@ def _choices(answer: Answer) -> str:
             "not measured" if choice.loss is None else _signed(choice.loss),
         ]
         for choice in answer.choices
+        if choice.name != SMALLEST or (choice == answer.chosen and answer.fits)
     ]
     return table(header, rows, right=["state", "all", "loss"])
-
-
-def _changes(answer: Answer) -> str:
-    header = ["or change", "all", "fits", "loss"]
-    rows = [
-        [
-            change.what,
-            human_bytes(change.total),
-            _yes(change.fits, answer),
-            "not measured" if change.loss is None else _signed(change.loss),
-        ]
-        for change in answer.changes
-    ]
-    notes = [f"{change.what}: {change.note}" for change in answer.changes if change.note]
-    return "\n".join([table(header, rows, right=["all", "loss"]), *notes])
 
 
 def _yes(fits: bool, answer: Answer) -> str:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from baoc.core.plan import FORMAT
 from baoc.core.text import human_bytes
 from baoc.plan import collect_statistics, measured
 from baoc.planners.base import AUTO, Budget
@@ -27,6 +29,7 @@ from baoc.planners.paper.statistics import GradientStatistics, LossFunction
 from baoc.tools.cli import common, screen
 from baoc.tools.models import ModelError
 from baoc.tools.models.resolve import call_function, explained, importable, resolve
+from baoc.tools.report.frontier import model_of
 
 SOURCES = """\
 SOURCE is one of
@@ -35,6 +38,7 @@ SOURCE is one of
   file.py:function   a function without arguments that returns a model, or
                      (model, batches, loss_fn), or an object with .model,
                      .batches and .loss. loss_fn(model, batch) returns the loss
+  a plan             a file that -o wrote: other plans for the same model
   statistics         a file that --statistics-out wrote"""
 
 PLAN = f"""\
@@ -55,7 +59,7 @@ examples:
 def add_plan(parser: common.Parser) -> None:
     """Add the options of ``baoc plan SOURCE``."""
     parser.description, parser.epilog = PLAN, PLAN_EXAMPLES
-    parser.add_argument("source", metavar="SOURCE", help="a model, file.py:function, or gradient statistics")
+    parser.add_argument("source", metavar="SOURCE", help="a model, file.py:function, a plan, or gradient statistics")
     parser.add_argument(
         "--memory",
         metavar="BUDGET",
@@ -120,6 +124,12 @@ def load_problem(args: argparse.Namespace) -> EffectProblem | PaperProblem:
         statistics = common.load_statistics(args.source)
         model = dataclasses.replace(statistics.model, hyper=common.hyper_of(args, statistics.betas))
         return planner.problem(model) if is_dry else measured(planner, model).problem(model, statistics)
+    if is_plan(args.source):
+        if args.planner == common.PAPER:
+            raise common.UsageError(
+                f"--planner paper plans from gradients, and {args.source!r} is a plan. Pass gradient statistics."
+            )
+        return planner.problem(model_of(common.load_plan(args.source), common.hyper_of(args)))
     with contextlib.redirect_stdout(sys.stderr):  # keep prints of model code out of the output
         found = resolve(args.source)
     if args.planner == common.PAPER and not is_dry:
@@ -214,6 +224,14 @@ def is_workload(source: str) -> bool:
         (True, True, False)
     """
     return source.endswith(".py") or source.rpartition(":")[0].endswith(".py")
+
+
+def is_plan(source: str) -> bool:
+    """Return whether a source is a JSON file that states it is a plan, whether or not it is a valid one."""
+    path = Path(source)
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    return re.search(rf'"format":\s*"{FORMAT}"', path.read_text(encoding="utf-8", errors="replace")) is not None
 
 
 def load_workload(source: str, *, needs_data: bool = True) -> Workload:

@@ -17,7 +17,7 @@ from baoc.tools.cli.plan import SOURCES, load_problem
 from baoc.tools.report import Change, Frontier, ReportError, Run, diff, find_block, frontier
 from baoc.tools.report.diff import diff_table, diff_text
 from baoc.tools.report.explain import block_content, explain_block, explain_plan, plan_content
-from baoc.tools.report.frontier import check_plot, frontier_table, plot
+from baoc.tools.report.frontier import POINTS, check_plot, frontier_table, plot
 from baoc.tools.report.runlog import is_run
 
 # ---- explain ----
@@ -159,6 +159,7 @@ scaled to the same length: more memory gains less beyond it.
 FRONTIER_EXAMPLES = """\
 examples:
   baoc frontier llama-3.1-8b
+  baoc frontier plan.json
   baoc frontier model.stats --planner paper
   baoc frontier gpt2-small --points 50 --time 1.1 --plot frontier.svg"""
 
@@ -166,12 +167,12 @@ examples:
 def add_frontier(parser: common.Parser) -> None:
     """Add the options of ``baoc frontier SOURCE``."""
     parser.description, parser.epilog = FRONTIER, FRONTIER_EXAMPLES
-    parser.add_argument("source", metavar="SOURCE", help="a model, file.py:function, or gradient statistics")
+    parser.add_argument("source", metavar="SOURCE", help="a model, file.py:function, a plan, or gradient statistics")
     parser.add_argument(
         "--points",
         metavar="N",
         type=partial(common.at_least, 2),
-        default=20,
+        default=POINTS,
         help="number of budgets (default: %(default)s)",
     )
     parser.add_argument("--plot", metavar="FILE", help="also write a plot, as .png, .svg or .pdf (needs matplotlib)")

@@ -33,11 +33,12 @@ _STYLES = {
 """By the names of groups in the patterns."""
 _RULE = "|".join(sorted(MECHANISMS, key=len, reverse=True))
 _NUMBER = r"\d+(?:\.\d+)?%"
+_NOISE = r"0\.[01]\d*%"  # below 0.2%, the planner's tolerance: as good as equal, so without color
 _PATTERNS = (
     r"(?m)^(?P<header>\S.*)\n(?P<rule> *-{2,}(?: +-+)*)$",
     rf"(?P<configuration>\b(?:{_RULE})(?:-\d+\b|\[[^\]\n]*\]|(?= {{2}})))",
-    rf"(?P<better>(?<!\S)-(?!0\.0+%){_NUMBER})",
-    rf"(?P<worse>(?<!\S)\+(?!0\.0+%){_NUMBER})",
+    rf"(?P<better>(?<!\S)-(?!{_NOISE}){_NUMBER})",
+    rf"(?P<worse>(?<!\S)\+(?!{_NOISE}){_NUMBER})",
     r"(?P<good><- knee|(?<= {2})yes(?= {2})|\ball \d+ comparisons .* passed\b|\bproven optimal\b)",
     r"(?P<bad>\bOVER the budget\b|\bFAILED\b|(?<= {2})no(?= {2}))",
     r"(?P<bar>#{1,20}(?=\s|$))",

@@ -14,6 +14,7 @@ from baoc.core.spec import Shape
 from baoc.core.text import WIDTH, human_bytes, printable, shortened, table
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$")
+_NO_BREAK = "\u00a0"
 _NAME_WIDTH = 32  # two names of blocks fit on a line
 
 
@@ -99,7 +100,8 @@ def diff_text(changes: Sequence[Change]) -> str:
         sides = zip(*((change.before, change.after) for change in same))
         sizes = [human_bytes(sum(side.state_bytes for side in sides_of if side)) for sides_of in sides]
         count = f"{len(same)} tensor{'s' if len(same) != 1 else ''}"
-        lines.append(fill(f"{became}, {count}: {' -> '.join(sizes)}", WIDTH, subsequent_indent="    "))
+        whole = " -> ".join(size.replace(" ", _NO_BREAK) for size in sizes)  # a number stays with its unit
+        lines.append(fill(f"{became}, {count}: {whole}", WIDTH, subsequent_indent="    ").replace(_NO_BREAK, " "))
         lines += [f"  ({', '.join(others)})"] if others else []
         lines += [
             f"  {shortened(printable(name), WIDTH - 2)}" for name in _together([change.parameter for change in same])

@@ -10,10 +10,9 @@ from typing import Any
 
 from baoc.core.configuration import BUDGET_REFERENCE
 from baoc.core.plan import Block, Plan
-from baoc.core.text import WIDTH, human_bytes, human_count, printable, shortened, table
+from baoc.core.text import WIDTH, human_bytes, human_count, plan_reasons, printable, table
 from baoc.planners.effect_table import TERM
 
-_NAME = 32  # columns
 _MIB, _GIB = 2**20, 2**30
 
 
@@ -68,12 +67,12 @@ def explain_plan(plan: Plan, *, wide: bool = False) -> str:
 
     Args:
         plan: The plan.
-        wide: Whether to keep names at full length and to show the reasons in the table.
+        wide: Whether to keep names at full length.
 
     Returns:
         Text for a terminal.
     """
-    reasons = [] if wide else _reasons(plan)
+    reasons = [] if wide else [*plan_reasons(plan), ""]
     return "\n".join((plan.table(wide=wide), "", *reasons, _configurations(plan), "", *_budgets(plan)))
 
 
@@ -158,15 +157,6 @@ def block_content(block: Block) -> dict[str, Any]:
 def _wrapped(lead: str, text: str) -> str:
     """Wrap text to the width of a terminal, with a hanging indent."""
     return fill(text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False)
-
-
-def _reasons(plan: Plan) -> list[str]:
-    """List the reasons; blocks with the same reason share a line."""
-    found: dict[str, list[str]] = {}
-    for block in plan.blocks:
-        if block.why:
-            found.setdefault(block.why, []).append(shortened(printable(block.name), _NAME))
-    return [*(_wrapped("  ", f"{', '.join(names)}: {why}") for why, names in found.items()), ""] if found else []
 
 
 def _configurations(plan: Plan) -> str:

@@ -26,16 +26,14 @@ from baoc.plan import measured
 from baoc.planners.base import Budget
 from baoc.planners.effect_problem import EffectProblem
 from baoc.planners.effects import EffectPlanner
-from baoc.planners.model_facts import ModelFacts
 from baoc.planners.paper.metrics import Metrics
 from baoc.planners.paper.planner import PaperPlanner
 from baoc.planners.paper.problem import PaperProblem
 from baoc.planners.paper.statistics import GradientStatistics
 from baoc.tools.report.explain import ReportError, total_risk
-from baoc.tools.report.frontier import MOST_MEMORY, knee, spread
+from baoc.tools.report.frontier import MOST_MEMORY, POINTS, knee, model_of, spread
 from baoc.tools.report.runlog import Run
 
-POINTS = 40
 _MOST_POINTS_OF_A_CURVE = 1500
 _SMOOTHING = 0.02  # time constant of the smoothed curve, as a fraction of the run
 _LAYER = re.compile(r"^(.*?\.?\d+)(\.|$)")
@@ -187,15 +185,11 @@ def _problem(sources: Sources, shapes: Mapping[str, Shape]) -> EffectProblem | P
     if sources.statistics is not None:
         model = replace(sources.statistics.model, hyper=sources.hyper)
         return measured(sources.planner, model).problem(model, sources.statistics)
-    made = next(reversed(sources.all_plans().values())).settings
-    if isinstance(sources.planner, PaperPlanner) or made.get("planner", "effects") != "effects":
+    plan = next(reversed(sources.all_plans().values()))
+    if isinstance(sources.planner, PaperPlanner) or plan.settings.get("planner", "effects") != "effects":
         return None
-    default = ModelFacts(shapes).plain() | {"roles": {}}
-    try:
-        model = ModelFacts.from_plain({name: made.get(name, value) for name, value in default.items()}, shapes)
-    except ValueError as error:
-        raise ReportError(f"the settings of the plan are damaged: {error}.") from None
-    return sources.planner.problem(replace(model, hyper=sources.hyper))
+    model = model_of(plan, sources.hyper)
+    return sources.planner.problem(replace(model, shapes=dict(shapes)))  # in the order of the model
 
 
 def _frontier(problem: EffectProblem | PaperProblem) -> list[Plan]:

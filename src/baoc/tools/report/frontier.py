@@ -8,18 +8,24 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from baoc.core.plan import Plan
+from baoc.core.spec import Hyper
 from baoc.core.text import human_bytes, table
-from baoc.planners.effect_problem import EffectProblem
+from baoc.planners.effect_problem import PLURAL, EffectProblem
+from baoc.planners.model_facts import ModelFacts
 from baoc.planners.paper.problem import PaperProblem
 from baoc.tools.report.explain import ReportError, total_risk
 
 MOST_MEMORY = 2  # times the state of AdamW16: the state of AdamW32
 _SMALLEST_SHARE = 1000
 _BAR = 20
+_ROLES = {plural: role for role, plural in PLURAL.items()}
+POINTS = 20
+"""Budgets of a frontier, in `baoc frontier` and in a report."""
 FORMATS = (".png", ".svg", ".pdf")
 """Supported file types of plots."""
 
@@ -54,7 +60,34 @@ class Frontier:
         return knee([point.state_bytes for point in self.points], [point.risk for point in self.points])
 
 
-def frontier(problem: EffectProblem | PaperProblem, points: int) -> Frontier:
+def model_of(plan: Plan, hyper: Hyper) -> ModelFacts:
+    """Return what a plan says about its model, to plan for other budgets.
+
+    Args:
+        plan: A plan of the default planner, or one made by hand.
+        hyper: Hyperparameters of the training.
+
+    Returns:
+        The model. Roles are those that the names of blocks state, and else read off the names of parameters.
+
+    Raises:
+        ReportError: If the settings of the plan are damaged.
+    """
+    shapes = {name: shape for block in plan.blocks for name, shape in block.parameters.items()}
+    default = ModelFacts(shapes).plain()
+    roles = {
+        name: _ROLES[kind].value
+        for name, block in plan.by_parameter
+        if (kind := block.name.partition("/")[0]) in _ROLES
+    }
+    try:
+        facts = {name: plan.settings.get(name, value) for name, value in default.items()} | {"roles": roles}
+        return replace(ModelFacts.from_plain(facts, shapes), hyper=hyper)
+    except ValueError as error:
+        raise ReportError(f"the settings of the plan are damaged: {error}.") from None
+
+
+def frontier(problem: EffectProblem | PaperProblem, points: int = POINTS) -> Frontier:
     """Plan for budgets from the smallest feasible one to twice the state of AdamW16.
 
     Args:

@@ -76,6 +76,9 @@ class BAOC(BlockOptimizer):
         verbose: print a line to stderr when a plan is made, unless logging is set up or ``BAOC_QUIET=1`` is set.
         process_group: the ranks that train the same model; by default all.
 
+    Raises:
+        PlanError: if no plan fits the budget. The message names the smallest budget that one fits.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
         >>> optimizer = BAOC(model, lr=1e-3, memory=0.8, verbose=False)
@@ -282,6 +285,9 @@ class BAOC(BlockOptimizer):
         - ``planner_bytes``: bytes that the planner holds on the device, such as samples. ``state_bytes`` is without
           them.
         - ``budget_bytes`` and ``host_budget_bytes``: the budgets, where there are some.
+
+        Returns:
+            Numbers by name.
         """
         numbers = super().metrics() | {"steps": float(self._steps), "warmup": float(self.is_warming_up)}
         budget = self._settings.budget
@@ -298,6 +304,9 @@ class BAOC(BlockOptimizer):
 
         A group with a ``configuration`` keeps it. Any other is planned with the rest, unless the planner has begun to
         sample gradients: then it gets ``adamw-32``.
+
+        Args:
+            param_group: the parameters and their settings, as in ``torch.optim``.
 
         Raises:
             PlanError: no plan fits with the new parameters. The group is not added.
@@ -484,7 +493,11 @@ class BAOC(BlockOptimizer):
     # ---- checkpoints and copies ----
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with the plan and the planner's part."""
+        """As in torch, with the plan and the planner's part.
+
+        Returns:
+            The state dict.
+        """
         self._follow_samples()
         self._share_tensors()
         packed = super().state_dict()

@@ -36,6 +36,12 @@ class Block:
 
     Raises:
         PlanError: if ``lr_scale`` is out of range.
+
+    Example:
+        >>> from baoc import Plan
+        >>> block = Plan.uniform("adamw-8", {"weight": (64, 64)}).blocks[0]
+        >>> str(block.configuration), block.numel, block.state_bytes
+        ('adamw[m=int8,v=int8]', 4096, 8320)
     """
 
     name: str

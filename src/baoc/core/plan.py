@@ -149,7 +149,14 @@ class Plan:
         return self._block_of.items()
 
     def block_of(self, parameter: str) -> Block:
-        """Return the block of a parameter, by its name."""
+        """Return the block of a parameter, by its name.
+
+        Args:
+            parameter: the name of the parameter.
+
+        Raises:
+            KeyError: if the plan has no such parameter.
+        """
         return self._block_of[parameter]
 
     def __contains__(self, parameter: str) -> bool:

@@ -157,7 +157,7 @@ def _head_by_shape(modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Mod
     Layers in a stack of blocks do not count as earlier ones, because attention layers may concatenate their outputs.
     Nor do layers with more outputs than inputs that are no vocabulary: their outputs may be split.
     """
-    last = next(reversed(layers), None)
+    last = next(reversed(list(layers)), None)
     if last is None:
         return None
     read = {_features(module, 1) for module in layers.values()}

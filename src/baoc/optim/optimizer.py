@@ -164,6 +164,9 @@ class BlockOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned, or ``None`` without one.
         """
         loss = None
         if closure is not None:
@@ -329,6 +332,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         """Take over the plan of a state dict that has no state yet, and allocate state in its layout.
 
         See :func:`baoc.prepare_for_load`.
+
+        Args:
+            state_dict: a state dict with a plan; its tensors are not read.
         """
         self._plan_given = False
         self.load_state_dict(state_dict)

@@ -91,7 +91,16 @@ class _Step:
 
 
 class ReleasedGradients:
-    """What :func:`release_gradients` returns."""
+    """What :func:`release_gradients` returns.
+
+    Args:
+        optimizer: the optimizer whose parameters are updated in the backward pass.
+        max_norm: clip gradients to this total norm; ``None`` clips nothing.
+        mode: how the norm is found before all gradients are known: see :func:`release_gradients`.
+
+    Raises:
+        ValueError: if ``mode`` is unknown or ``max_norm`` is not positive.
+    """
 
     def __init__(self, optimizer: BlockOptimizer, max_norm: float | None, mode: str) -> None:
         if mode not in MODES:
@@ -137,6 +146,9 @@ class ReleasedGradients:
 
         They add up in ``param.grad`` and take their usual memory. The backward pass of the last micro-batch, outside of
         this context, releases them one by one.
+
+        Returns:
+            A context manager.
 
         Raises:
             RuntimeError: in exact mode, whose first pass would have to keep them.
@@ -280,7 +292,11 @@ class ReleasedGradients:
 
     @torch.no_grad()
     def finish(self) -> bool:
-        """Finish a step, in ``optimizer.step()``; return whether it was made."""
+        """Finish a step, in ``optimizer.step()``; return whether it was made.
+
+        Returns:
+            Whether the step was made; False if it was skipped.
+        """
         step, optimizer = self._begin(), self._optimizer
         for member in step.members:
             if member.param.grad is not None:  # given by hand, or of a parameter that has just joined
@@ -331,7 +347,11 @@ class ReleasedGradients:
         return "" if self._norms is None else json.dumps(self._norms.tolist())
 
     def load(self, text: str) -> None:
-        """Take over what :meth:`text` returned."""
+        """Take over what :meth:`text` returned.
+
+        Args:
+            text: what it returned.
+        """
         self._norms = self._others = self._step = None
         if text and self._mode == "lagged" and self._max_norm is not None:
             members = self._optimizer.members()

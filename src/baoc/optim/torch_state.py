@@ -82,6 +82,9 @@ def to_torch(optimizer: HasMembers, kind: str = "adamw") -> dict[str, Any]:
         optimizer: a ``BlockOptimizer``.
         kind: ``"adamw"``, ``"adam"``, ``"sgd"`` or ``"adafactor"``.
 
+    Raises:
+        ValueError: if ``kind`` is unknown.
+
     Example:
         >>> from baoc import BlockOptimizer
         >>> weight = nn.Parameter(torch.ones(8, 8))

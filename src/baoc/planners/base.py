@@ -36,6 +36,9 @@ class Budget:
         reserved: bytes of ``memory`` that something else needs, such as parameters that are not planned.
         planner_bytes: how many of these the planner itself needs for now.
 
+    Raises:
+        PlanError: if a budget cannot be read, or the two contradict each other.
+
     Example:
         >>> Budget(0.5).device_bytes(1000), Budget("auto").device_bytes(1000)
         (500, None)
@@ -72,11 +75,25 @@ class Budget:
         return is_per_rank(self.memory)
 
     def device_bytes(self, reference_bytes: int) -> int | None:
-        """Bytes that a plan may hold on the device; ``None``: no ceiling."""
+        """Bytes that a plan may hold on the device; ``None``: no ceiling.
+
+        Args:
+            reference_bytes: AdamW16's state, which shares refer to.
+
+        Returns:
+            The bytes.
+        """
         return None if self.memory == AUTO else memory_budget(self.memory, reference_bytes) - self.reserved
 
     def host_bytes(self, reference_bytes: int) -> int:
-        """Bytes that a plan may hold in host memory."""
+        """Bytes that a plan may hold in host memory.
+
+        Args:
+            reference_bytes: AdamW16's state, which shares refer to.
+
+        Returns:
+            The bytes; 0 without a budget for host memory.
+        """
         return 0 if self.host_memory is None else memory_budget(self.host_memory, reference_bytes, "host_memory")
 
 
@@ -97,7 +114,16 @@ class Progress:
 
 
 class Session(Protocol):
-    """What a planner does and learns during one run."""
+    """What a planner does and learns during one run.
+
+    Example:
+        >>> import torch
+        >>> from baoc import EffectPlanner
+        >>> params = {"weight": torch.nn.Parameter(torch.ones(64, 64))}
+        >>> session = EffectPlanner().start(params, ModelFacts.of(params))
+        >>> session.nbytes, session.is_watching
+        (0, False)
+    """
 
     @property
     def nbytes(self) -> int:
@@ -108,15 +134,31 @@ class Session(Protocol):
         """Whether it must see every step. If not, :meth:`observe` and :meth:`is_due` are not called."""
 
     def observe(self, params: Mapping[str, Tensor]) -> None:
-        """Read the gradients of a step that was made. All ranks call it."""
+        """Read the gradients of a step that was made. All ranks call it.
+
+        Args:
+            params: the parameters with their gradients, by name.
+        """
 
     def is_due(self, progress: Progress, params: Mapping[str, Tensor], model: ModelFacts) -> bool:
-        """Whether to plan now. All ranks call it."""
+        """Whether to plan now. All ranks call it.
+
+        Args:
+            progress: how far the run is.
+            params: the parameters to plan, by name.
+            model: what is known about the model.
+        """
 
     def plan(
         self, params: Mapping[str, Tensor], model: ModelFacts, budget: Budget, statistics: Any | None = None
     ) -> Plan:
         """Return the plan for what was learned so far, or for gradient statistics from elsewhere.
+
+        Args:
+            params: the parameters to plan, by name.
+            model: what is known about the model.
+            budget: what the plan may hold.
+            statistics: gradient statistics to use instead of what was learned.
 
         Raises:
             PlanError: no plan fits.
@@ -124,10 +166,18 @@ class Session(Protocol):
         """
 
     def take_over(self, other: Session) -> None:
-        """Go on with what another session has learned, if it is of the same kind."""
+        """Go on with what another session has learned, if it is of the same kind.
+
+        Args:
+            other: the session of the planner that was used until now.
+        """
 
     def planned(self, plan: Plan) -> None:
-        """Take note of the plan that all ranks have now, and forget what only making it needed."""
+        """Take note of the plan that all ranks have now, and forget what only making it needed.
+
+        Args:
+            plan: the plan.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return its part of a checkpoint: nested dicts and lists of plain values and tensors.
@@ -136,7 +186,12 @@ class Session(Protocol):
         """
 
     def load_state_dict(self, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
-        """Go on from another session's ``state_dict``, in which tensors may be ``None``: then they are made anew."""
+        """Go on from another session's ``state_dict``, in which tensors may be ``None``: then they are made anew.
+
+        Args:
+            state: what ``state_dict`` of the other session returned.
+            params: the parameters to plan, by name.
+        """
 
 
 class Planner(Protocol):
@@ -144,6 +199,12 @@ class Planner(Protocol):
 
     A planner is settings only: a frozen dataclass, so one object can serve several optimizers. What one run learns is
     in its :class:`Session`. Both are pure functions of what they are given: every rank comes to the same plan.
+
+    Example:
+        >>> from baoc import EffectPlanner
+        >>> planner: Planner = EffectPlanner(tolerance=0.1)
+        >>> planner.reads_gradients
+        False
     """
 
     @property
@@ -157,12 +218,24 @@ class Planner(Protocol):
     def initial_plan(self, model: ModelFacts, budget: Budget) -> Plan:
         """Return the plan that training starts with, before any gradient.
 
+        Args:
+            model: what is known about the model.
+            budget: what the plan may hold.
+
         Raises:
             PlanError: no plan fits the budget; the message has the smallest budget that one fits.
         """
 
     def start(self, params: Mapping[str, Tensor], model: ModelFacts) -> Session:
-        """Begin a run over named parameters."""
+        """Begin a run over named parameters.
+
+        Args:
+            params: the parameters to plan, by name.
+            model: what is known about the model.
+
+        Returns:
+            What the run learns and plans with.
+        """
 
 
 def check_planner(planner: Planner) -> Planner:

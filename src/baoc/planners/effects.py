@@ -59,6 +59,9 @@ class EffectPlanner:
             Off in any case where param groups have learning rates of their own.
         replan_every: plan again after this many steps.
 
+    Raises:
+        ValueError: if a setting is invalid. The message names it.
+
     Example:
         >>> from torch import nn
         >>> facts = ModelFacts.of(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.Linear(128, 64)))
@@ -101,6 +104,10 @@ class EffectPlanner:
     def initial_plan(self, model: ModelFacts, budget: Budget) -> Plan:
         """Return the plan for a model within a budget.
 
+        Args:
+            model: what is known about the model.
+            budget: what the plan may hold.
+
         Raises:
             PlanError: no plan fits; the message has the smallest budget that one fits.
         """
@@ -112,7 +119,15 @@ class EffectPlanner:
         return self.tokens is None
 
     def start(self, params: Mapping[str, Tensor], model: ModelFacts) -> EffectSession:
-        """Begin a run. There is nothing to learn in it."""
+        """Begin a run. There is nothing to learn in it.
+
+        Args:
+            params: the parameters to plan, by name.
+            model: what is known about the model.
+
+        Returns:
+            A session that never plans again, unless tokens were not counted before.
+        """
         return EffectSession(self)
 
     def problem(

@@ -77,6 +77,9 @@ class ModelFacts:
         Args:
             params: a module, whose trainable parameters are to be planned, or parameters by name.
             hyper: learning rate, betas and weight decay.
+
+        Returns:
+            The facts.
         """
         if isinstance(params, nn.Module):
             named: dict[str, Tensor] = {canonical_name(name): param for name, param in params.named_parameters()}
@@ -104,6 +107,13 @@ class ModelFacts:
     def from_plain(cls, content: Mapping[str, Any], shapes: Mapping[str, Shape]) -> ModelFacts:
         """Read what :meth:`plain` wrote.
 
+        Args:
+            content: the values.
+            shapes: the global shape of every parameter, by name.
+
+        Returns:
+            The facts.
+
         Raises:
             ValueError: it is damaged.
         """
@@ -118,21 +128,37 @@ class ModelFacts:
         return cls(shapes, roles, content["regime"], tokens, content["device"], float(intensity))
 
     def with_tokens(self, tokens: int | None) -> ModelFacts:
-        """Return these facts with the tokens of a step, where some were counted."""
+        """Return these facts with the tokens of a step, where some were counted.
+
+        Args:
+            tokens: their number; ``None`` keeps what is known.
+        """
         return replace(self, tokens=tokens or self.tokens)
 
     def role(self, name: str) -> Role:
-        """Return what a parameter is."""
+        """Return what a parameter is.
+
+        Args:
+            name: the name of the parameter.
+        """
         return self.roles.get(name) or role_of(self.shapes[name], name)
 
     def planned_role(self, name: str) -> Role:
-        """Return the role a parameter is planned by: tables that always keep fp32 state are planned like vectors."""
+        """Return the role a parameter is planned by: tables that always keep fp32 state are planned like vectors.
+
+        Args:
+            name: the name of the parameter.
+        """
         role, shape = self.role(name), self.shapes[name]
         is_exact = math.prod(shape) < SMALL_NUMEL and not fits(shape)
         return Role.VECTOR if role in (Role.EMBEDDING, Role.HEAD) and is_exact else role
 
     def reference_bytes(self, *, per_rank: bool = False) -> int:
-        """Return the state that AdamW16 would hold, on all ranks or on the one that holds most."""
+        """Return the state that AdamW16 would hold, on all ranks or on the one that holds most.
+
+        Args:
+            per_rank: count only what the rank with the most holds.
+        """
         rows = self.rows if per_rank else {}
         return sum(BUDGET_REFERENCE.state_bytes(shape, rows=rows.get(name)) for name, shape in self.shapes.items())
 

@@ -21,7 +21,14 @@ Held = Mapping[str, Tensor]  # buffers by their name within the format, each wit
 
 
 class Codec(ABC):
-    """How a slot could be stored. :meth:`at` binds it to a parameter."""
+    """How a slot could be stored. :meth:`at` binds it to a parameter.
+
+    Example:
+        >>> from baoc import parse
+        >>> codec = parse("adamw-8").codecs["m"]
+        >>> codec.name, codec.bits
+        ('int8', 8)
+    """
 
     name: ClassVar[str]
     bits: ClassVar[int]
@@ -52,7 +59,11 @@ class Codec(ABC):
         return "fp32"
 
     def refusal(self, slot: Slot) -> str | None:
-        """Return why this codec cannot store a slot, or ``None`` if it can."""
+        """Return why this codec cannot store a slot, or ``None`` if it can.
+
+        Args:
+            slot: the slot of an update rule.
+        """
         return None
 
 
@@ -68,6 +79,12 @@ class Format(ABC):
         slot: the slot.
         shape: global shape of the parameter.
         rows: rows of dim 0 on this rank. ``None``: all.
+
+    Example:
+        >>> from baoc import parse
+        >>> configuration = parse("adamw-8")
+        >>> [slot.name for slot in configuration.slots]
+        ['m', 'v']
     """
 
     slot: Slot
@@ -175,7 +192,11 @@ class Format(ABC):
         return self.shape if self.rows is None or not self.shape else (self.rows, *self.shape[1:])
 
     def key(self, buffer: str) -> str:
-        """Return the key of a buffer in the optimizer's state of one parameter."""
+        """Return the key of a buffer in the optimizer's state of one parameter.
+
+        Args:
+            buffer: the name of one of the buffers of this format.
+        """
         return joined(self.slot.name, buffer)
 
     def held_in(self, state: Mapping[str, Any]) -> dict[str, Tensor]:

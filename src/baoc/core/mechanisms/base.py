@@ -41,6 +41,11 @@ class Mechanism(ABC):
     scalars named ``<slot>.keep`` and ``<slot>.add``. A subclass implements :meth:`direction`, and if it has slots
     :meth:`observe` and :meth:`mass`. With reach ``SUMS`` it also implements :meth:`step_factor` or sets :attr:`norms`;
     with reach ``MATRIX`` it implements :meth:`finish`. :meth:`typical_rms` alone defines how large its updates are.
+
+    Example:
+        >>> from baoc import parse
+        >>> parse("muon-8").mechanism.name, [slot.name for slot in parse("muon-8").mechanism.slots]
+        ('muon', ['m'])
     """
 
     name: ClassVar[str]
@@ -120,6 +125,9 @@ class Mechanism(ABC):
         Args:
             stacked: directions, shape ``(batch, rows, cols)``. They may be overwritten.
             scalars: the numbers of this step.
+
+        Returns:
+            Updates of the same shape.
         """
         raise NotImplementedError(f"{self.name} has reach MATRIX, but no finish")
 
@@ -137,15 +145,30 @@ class Mechanism(ABC):
         return self.finish(stacked, scalars)
 
     def workspace(self, rows: int, cols: int) -> int:
-        """Return how many elements :meth:`finish` needs for one matrix, the matrix included."""
+        """Return how many elements :meth:`finish` needs for one matrix, the matrix included.
+
+        Args:
+            rows: rows of the matrix.
+            cols: its columns.
+        """
         return 2 * rows * cols
 
     def scratch(self, rows: int, cols: int) -> int:
-        """Return how many elements of ``scratch`` :meth:`finish_in` uses for one matrix."""
+        """Return how many elements of ``scratch`` :meth:`finish_in` uses for one matrix.
+
+        Args:
+            rows: rows of the matrix.
+            cols: its columns.
+        """
         return 0
 
     def operations(self, rows: int, cols: int) -> int:
-        """Return the floating-point operations of the matrix products of one matrix, with default settings."""
+        """Return the floating-point operations of the matrix products of one matrix, with default settings.
+
+        Args:
+            rows: rows of the matrix.
+            cols: its columns.
+        """
         return 0
 
     def adapt(self, finished: Tensor, slots: Mapping[str, Tensor], scalars: Scalars) -> Tensor:
@@ -155,6 +178,9 @@ class Mechanism(ABC):
             finished: what :meth:`finish` returned.
             slots: those slots, this step included.
             scalars: the numbers of this step.
+
+        Returns:
+            The scaled updates, of the same shape.
         """
         return finished
 
@@ -195,7 +221,13 @@ class Mechanism(ABC):
         return None
 
     def inferred_age(self, slot: str, ages: Mapping[str, int], hyper: Hyper) -> int:
-        """Return the age of a mean from :meth:`infer`: how many gradients it stands for."""
+        """Return the age of a mean from :meth:`infer`: how many gradients it stands for.
+
+        Args:
+            slot: the slot that was inferred.
+            ages: the ages of the old configuration's slots.
+            hyper: hyperparameters of the group.
+        """
         return 0
 
     def late_age(self, slot: str, rms: float, hyper: Hyper) -> int:

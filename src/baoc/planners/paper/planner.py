@@ -107,6 +107,10 @@ class PaperPlanner:
         lr_match: multiply the learning rate of each block so that its updates are as long as AdamW's. The paper does
             not; without it SGD blocks hardly move at AdamW's learning rate.
 
+    Raises:
+        ValueError: if a setting is invalid. The message names it.
+        ConfigurationError: if a candidate is no configuration.
+
     Example:
         >>> import torch
         >>> from torch import nn
@@ -202,6 +206,10 @@ class PaperPlanner:
     def initial_plan(self, model: ModelFacts, budget: Budget) -> Plan:
         """Return what the warm-up runs on.
 
+        Args:
+            model: what is known about the model.
+            budget: what the plan may hold.
+
         Raises:
             PlanError: no plan of this planner fits the budget.
         """
@@ -254,7 +262,15 @@ class PaperPlanner:
         return MetricSettings(self.beta_rho, self.bias_correction, self.epsilon)
 
     def start(self, params: Mapping[str, Tensor], model: ModelFacts) -> PaperSession:
-        """Begin a run: draw the coordinates to sample."""
+        """Begin a run: draw the coordinates to sample.
+
+        Args:
+            params: the parameters to plan, by name.
+            model: what is known about the model.
+
+        Returns:
+            The session of the run.
+        """
         return PaperSession(self, params, model)
 
 

@@ -19,40 +19,71 @@ PAPER_BITS = (32, 16, 8)
 
 
 class BlockMetrics(Protocol):
-    """The diagnostics of a block that risk models read."""
+    """The diagnostics of a block that risk models read (the metrics z of the paper).
+
+    Example:
+        >>> def cheap_first_moment(metrics: BlockMetrics, configuration, settings):
+        ...     return {"momentum": 0.0 if metrics.direction_stability < 0.1 else 1.0}
+    """
 
     @property
-    def steps(self) -> int: ...
+    def steps(self) -> int:
+        """Steps that were sampled."""
 
     @property
-    def has_signal(self) -> bool: ...
+    def has_signal(self) -> bool:
+        """Whether any sampled gradient was not zero."""
 
     @property
-    def has_matrix(self) -> bool: ...
+    def has_matrix(self) -> bool:
+        """Whether the block has a tensor with at least two dims."""
 
     @property
-    def anisotropy(self) -> float: ...
+    def anisotropy(self) -> float:
+        """The log-ratio of the 90% and the 10% quantile of the second moment (Eq. 4)."""
 
     @property
-    def direction_stability(self) -> float: ...
+    def direction_stability(self) -> float:
+        """The mean of cosines between successive gradients (Eq. 5)."""
 
     @property
-    def snr(self) -> float: ...
+    def snr(self) -> float:
+        """The signal-to-noise ratio of the gradients (Eq. 5)."""
 
     @property
-    def distortion(self) -> float: ...
+    def distortion(self) -> float:
+        """How far the preconditioner is from a constant, weighted by the parameters (Eq. 6)."""
 
     @property
-    def structure_residual(self) -> float | None: ...
+    def structure_residual(self) -> float | None:
+        """The error of second moments from row and column means (Eq. 7); ``None`` without a matrix."""
 
-    def precision(self, bits: int) -> float: ...
+    def precision(self, bits: int) -> float:
+        """Return the cosine between AdamW's updates with state of so many bits and in fp32 (Eq. 8).
 
-    def alignment(self, configuration: Configuration) -> float: ...
+        Args:
+            bits: of an element of state.
+        """
+
+    def alignment(self, configuration: Configuration) -> float:
+        """Return the cosine between a configuration's updates with exact state and with its codecs (Eq. 8).
+
+        Args:
+            configuration: the configuration.
+        """
 
 
 @dataclass(frozen=True)
 class Anchors:
     """Where each need signal starts to rise and where it reaches 1 (App. A, Eq. 11, 13 and 15).
+
+    Args:
+        anisotropy: of the anisotropy, which is a logarithm (Eq. 11).
+        stability: of the direction stability (Eq. 13).
+        snr: of log(1 + SNR) (Eq. 15).
+
+    Raises:
+        ValueError: if a pair is not two ascending numbers.
 
     >>> round(Anchors().perturbed(0.2).anisotropy[0] / math.log(2), 6)
     1.2
@@ -75,7 +106,11 @@ class Anchors:
             object.__setattr__(self, name, tuple(pair))
 
     def perturbed(self, share: float) -> Anchors:
-        """Return anchors with both anisotropy anchors moved by a share, as in the paper's sensitivity study."""
+        """Return anchors with both anisotropy anchors moved by a share, as in the paper's sensitivity study.
+
+        Args:
+            share: the change, such as 0.2 for 20% more.
+        """
         low, high = self.anisotropy
         return replace(self, anisotropy=(low * (1 + share), high * (1 + share)))
 
@@ -146,7 +181,14 @@ def named_weights(setting: str, weights: object, known: Sequence[str]) -> dict[s
 
 
 class RiskModel(Protocol):
-    """Returns the terms of the risk of a configuration for a block. The planner minimizes their sum."""
+    """Returns the terms of the risk of a configuration for a block. The planner minimizes their sum.
+
+    Example:
+        >>> def fewer_bits(metrics: BlockMetrics, configuration: Configuration, settings: RiskSettings):
+        ...     return {"precision": 1 - metrics.precision(configuration.switches.bits)}
+        >>> from baoc import PaperPlanner
+        >>> planner = PaperPlanner(risk=fewer_bits)
+    """
 
     def __call__(
         self, metrics: BlockMetrics, configuration: Configuration, settings: RiskSettings
@@ -279,6 +321,12 @@ RISKS: dict[str, RiskModel] = {"paper": paper, "update": update}
 
 def register_risk(name: str) -> Callable[[RiskModel], RiskModel]:
     """Give a risk model a name that ``PaperPlanner(risk=...)`` accepts.
+
+    Args:
+        name: the name.
+
+    Returns:
+        A decorator, which returns the risk model unchanged.
 
     Example:
         >>> @register_risk("only-bits")

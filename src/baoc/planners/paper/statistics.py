@@ -131,7 +131,11 @@ class GradientStatistics:
         return cls(records, sampler.steps, sampler.skipped, sampler.seed, sampler.ratio, sampler.betas, model)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file. An existing file is replaced only when the new one is complete."""
+        """Write a file. An existing file is replaced only when the new one is complete.
+
+        Args:
+            path: the file.
+        """
         records = []
         for record in self.records.values():
             fields = asdict(record)
@@ -144,6 +148,12 @@ class GradientStatistics:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> GradientStatistics:
         """Read a file.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The gradient statistics.
 
         Raises:
             StatisticsError: the file is something else, or damaged.
@@ -225,6 +235,9 @@ class StatisticsCollector:
         floor: sample at least this many coordinates of a unit, or all.
         beta_rho: the largest decay of the direction stability that plans will ask for.
 
+    Raises:
+        StatisticsError: if no parameter is trainable.
+
     Example:
         >>> model = nn.Linear(8, 4)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -263,7 +276,17 @@ class StatisticsCollector:
         return self._sampler.steps
 
     def attach(self, optimizer: torch.optim.Optimizer) -> StatisticsCollector:
-        """Observe before each ``optimizer.step()``. A closure computes its gradients too late to be seen."""
+        """Observe before each ``optimizer.step()``. A closure computes its gradients too late to be seen.
+
+        Args:
+            optimizer: the optimizer that trains the parameters.
+
+        Returns:
+            This collector.
+
+        Raises:
+            RuntimeError: if it is attached already.
+        """
         if self._handle is not None:
             raise RuntimeError("this collector is attached to an optimizer already. Call detach() first.")
         self._handle = optimizer.register_step_pre_hook(lambda *_: self._observe_for_hook())
@@ -276,7 +299,11 @@ class StatisticsCollector:
             self._handle = None
 
     def observe(self) -> bool:
-        """Sample the gradients as they are now. Return False if they are not finite and were skipped."""
+        """Sample the gradients as they are now. Return False if they are not finite and were skipped.
+
+        Returns:
+            Whether they were sampled.
+        """
         finite = self._sampler.observe(self._params)
         if self._tokens is not None:  # one step tells
             self._model, self._tokens = self._model.with_tokens(self._tokens.stop()), None

@@ -39,6 +39,9 @@ class UpdateTimes:
         device: where they were measured.
         seconds: by unit, which goes by the shapes of its tensors, and by configuration.
 
+    Raises:
+        ValueError: if a time is missing or not a positive number.
+
     Example:
         >>> times = UpdateTimes("cpu", {"8x8": {"adamw[m=bf16,v=bf16]": 2e-6, "sgd": 1e-6}})
         >>> times.ratios([[{"weight": (8, 8)}]], [parse("sgd")])
@@ -61,6 +64,10 @@ class UpdateTimes:
     def ratios(self, blocks: Sequence[Units], configurations: Sequence[Configuration]) -> NDArray[np.float64]:
         """Return r_(i,c): the time of each block relative to its time with AdamW16.
 
+        Args:
+            blocks: the units of each block.
+            configurations: the configurations to compare.
+
         Raises:
             PlanError: a unit or a configuration was not measured.
         """
@@ -80,7 +87,11 @@ class UpdateTimes:
         return row[str(configuration)]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file for ``PaperPlanner(times=path)``."""
+        """Write a file for ``PaperPlanner(times=path)``.
+
+        Args:
+            path: the file.
+        """
         content = {"format": FORMAT, "version": VERSION, "device": self.device, "seconds": self.seconds}
         with replaced(path) as file:
             file.write(json.dumps(content, indent=2).encode() + b"\n")
@@ -88,6 +99,12 @@ class UpdateTimes:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> UpdateTimes:
         """Read a file that :meth:`save` or ``baoc measure`` wrote.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The times.
 
         Raises:
             ValueError: the file is something else, or damaged.

@@ -75,11 +75,8 @@ def model_of(plan: Plan, hyper: Hyper) -> ModelFacts:
     """
     shapes = {name: shape for block in plan.blocks for name, shape in block.parameters.items()}
     default = ModelFacts(shapes).plain()
-    roles = {
-        name: _ROLES[kind].value
-        for name, block in plan.by_parameter
-        if (kind := block.name.partition("/")[0]) in _ROLES
-    }
+    kinds = {name: block.name.partition("/")[0] for name, block in plan.by_parameter}
+    roles = {name: _ROLES[kind].value for name, kind in kinds.items() if kind in _ROLES}
     try:
         facts = {name: plan.settings.get(name, value) for name, value in default.items()} | {"roles": roles}
         return replace(ModelFacts.from_plain(facts, shapes), hyper=hyper)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ _PART = re.compile(r"^<!-- from (\S+): (\S+) -->$", re.MULTILINE)
 _LINK = re.compile(r"(?P<lead>\]\(|<img[^>]* src=\")(?P<target>[^\s()\"#:]+)(?P<end>[)#\"])")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LANGUAGES = {".py": "python", ".sh": "sh", ".toml": "toml", ".json": "json", ".c": "c", ".h": "c"}
+_ROLE = re.compile(r":\w+:`(?P<short>~?)(?P<name>[^`]+)`")
+_DIRECTIVE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 _TOGETHER = re.compile(r"^(?P<indent> +)(?P<names>\w+(?:, \w+)+): (?P<text>.*\n(?:(?P=indent) +.*\n)*)", re.MULTILINE)
 
 
@@ -133,8 +136,11 @@ class Docstrings(griffe.Extension):
         """Show the values of named constants as defaults."""
         for function in _functions(pkg):
             for parameter in function.parameters:
-                if isinstance(parameter.default, griffe.ExprName):
+                if isinstance(parameter.default, (griffe.ExprName, griffe.ExprAttribute)):
                     parameter.default = _value(parameter.default, pkg)
+        for field in _fields(pkg):
+            if isinstance(field.value, (griffe.ExprName, griffe.ExprAttribute)):
+                field.value = _value(field.value, pkg)
 
 
 def _functions(inside: griffe.Object) -> Iterator[griffe.Function]:
@@ -145,7 +151,16 @@ def _functions(inside: griffe.Object) -> Iterator[griffe.Function]:
             yield from _functions(member)
 
 
-def _value(name: griffe.ExprName, pkg: griffe.Module) -> griffe.Expr | str:
+def _fields(inside: griffe.Object) -> Iterator[griffe.Attribute]:
+    """Yield the annotated attributes of classes: the arguments of a dataclass."""
+    for member in inside.members.values():
+        if isinstance(member, griffe.Attribute) and member.annotation and isinstance(inside, griffe.Class):
+            yield member
+        elif isinstance(member, (griffe.Module, griffe.Class)):
+            yield from _fields(member)
+
+
+def _value(name: griffe.ExprName | griffe.ExprAttribute, pkg: griffe.Module) -> griffe.Expr | str:
     """Return the value of a constant if its definition is a literal."""
     try:
         found = pkg.modules_collection[name.canonical_path]
@@ -157,13 +172,12 @@ def _value(name: griffe.ExprName, pkg: griffe.Module) -> griffe.Expr | str:
 
 
 def as_markdown(docstring: str) -> str:
-    """Return a docstring in the Markdown that mkdocstrings expects.
+    """Return a docstring in the Markdown that mkdocstrings expects, with links to what the reference lists.
 
-    >>> as_markdown("See :class:`~a.b.Plan`, ``x``.")
-    'See `Plan`, `x`.'
+    >>> as_markdown("See :class:`~a.b.Plan`, :meth:`step`, ``x``.")
+    'See [`Plan`][baoc.Plan], `step`, `x`.'
     """
-    plain = re.sub(r":\w+:`~(?:\w+\.)*(\w+)`", r"`\1`", docstring)
-    plain = re.sub(r":\w+:`([^`]+)`", r"`\1`", plain).replace("``", "`")
+    plain = _ROLE.sub(_reference, docstring).replace("``", "`")
     plain = _TOGETHER.sub(_one_by_one, plain)
     lines: list[str] = []
     indent: str | None = None  # of the current example
@@ -176,6 +190,20 @@ def as_markdown(docstring: str) -> str:
             indent = None
         lines.append(line)
     return "\n".join(lines).rstrip("\n")
+
+
+def _reference(role: re.Match[str]) -> str:
+    """Return a link to an object of the reference, or its name as code."""
+    name = role["name"].rpartition(".")[2] if role["short"] else role["name"]
+    path = _listed().get(role["name"].rpartition(".")[2])
+    return f"[`{name}`][{path}]" if path else f"`{name}`"
+
+
+@cache
+def _listed() -> dict[str, str]:
+    """Return the paths of the objects that the reference lists, by the last part of their names."""
+    pages = (ROOT / "docs" / "api").glob("*.md")
+    return {path.rpartition(".")[2]: path for page in pages for path in _DIRECTIVE.findall(page.read_text())}
 
 
 def _one_by_one(entry: re.Match[str]) -> str:

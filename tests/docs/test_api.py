@@ -27,7 +27,7 @@ def package() -> griffe.Module:
 
 
 def shown_objects() -> dict[str, griffe.Object]:
-    """Return the functions and classes of the reference, and the public functions that classes define, by their path."""
+    """Return the functions and classes of the reference and the public methods of its classes, by their path."""
     found: dict[str, griffe.Object] = {}
     for name in SHOWN:
         item = package()[name.removeprefix("baoc.")]

@@ -319,8 +319,8 @@ def _layer(name: str) -> str:
 def _guessed_order(plan: Plan) -> list[str]:
     """Reconstruct the order of a model's tensors from a plan, whose blocks list tensors in that order.
 
-    Layers keep the order that they have within blocks. Ties are sorted by name, with embeddings first, heads last, and
-    numbers in numeric order.
+    Layers keep the order that they have within blocks, and so do the tensors of a layer. Ties between layers are sorted
+    by name, with embeddings first, heads last, and numbers in numeric order.
 
     >>> shapes = {"embed.weight": (9, 9), "h.2.weight": (9, 9), "h.10.weight": (9, 9), "head.weight": (9, 9)}
     >>> _guessed_order(Plan.uniform("sgd", dict(reversed(shapes.items())))) == list(reversed(shapes))
@@ -347,7 +347,7 @@ def _guessed_order(plan: Plan) -> list[str]:
         place[layer] = len(place)
         sorter.done(layer)
     listed = {name: index for index, name in enumerate(shapes)}
-    return sorted(shapes, key=lambda name: (place[_layer(name)], _parts(name), listed[name]))
+    return sorted(shapes, key=lambda name: (place[_layer(name)], listed[name]))
 
 
 def _parts(name: str) -> list[tuple[int, str]]:

@@ -48,6 +48,7 @@ const HUES = {
   adafactor: "#8A7A00", adam: "#56B4E9", sgdwm: "#E69F00", sgdm: "#E69F00", sgdw: "#009E73", sgd: "#009E73",
 };
 const SPARE = ["#7A5195", "#666666", "#8A7A00", "#CC79A7"];
+const MOST_BYTES = 8; // per element, as in AdamW32
 // Share of the hue in a color, from the weakest on; the rest is the surface. Hues are lifted toward white.
 const THEMES = { light: { surface: 255, lift: 0, weakest: 0.42, span: 0.54 }, dark: { surface: 25, lift: 0.14, weakest: 0.58, span: 0.4 } };
 
@@ -60,23 +61,16 @@ function readable(hue, strength, { surface, lift, weakest, span }) {
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.18 ? "white" : "black";
 }
 
+/** A color depends on the configuration alone, so it is the same in every report. */
 function paint(configurations) {
-  const families = new Map();
-  configurations.forEach((each, index) => {
-    if (!families.has(each.mechanism)) families.set(each.mechanism, []);
-    families.get(each.mechanism).push(index);
-  });
-  let spare = 0;
-  for (const [mechanism, members] of families) {
-    const hue = HUES[mechanism] ?? SPARE[spare++ % SPARE.length];
-    members.sort((a, b) => configurations[b].each - configurations[a].each);
-    members.forEach((index, place) => {
-      const strength = 1 - place / Math.max(1, members.length - 1);
-      const share = `calc(var(--weakest) + ${strength.toFixed(2)} * var(--span))`;
-      configurations[index].colour = `color-mix(in oklab, color-mix(in oklab, white var(--lift), ${hue}) ${share}, var(--surface))`;
-      configurations[index].onLight = readable(hue, strength, THEMES.light);
-      configurations[index].onDark = readable(hue, strength, THEMES.dark);
-    });
+  for (const configuration of configurations) {
+    const { mechanism, each } = configuration;
+    const hue = HUES[mechanism] ?? SPARE[[...mechanism].reduce((sum, letter) => sum + letter.charCodeAt(0), 0) % SPARE.length];
+    const strength = each ? Math.min(1, Math.max(0, 1 + Math.log2(each / MOST_BYTES) / 5)) : 0; // a fifth less for each half
+    const share = `calc(var(--weakest) + ${strength.toFixed(2)} * var(--span))`;
+    configuration.colour = `color-mix(in oklab, color-mix(in oklab, white var(--lift), ${hue}) ${share}, var(--surface))`;
+    configuration.onLight = readable(hue, strength, THEMES.light);
+    configuration.onDark = readable(hue, strength, THEMES.dark);
   }
 }
 paint(data.configurations);

@@ -15,6 +15,8 @@ function shares(sizes, room, least) {
   return sizes.map((size, index) => (small[index] ? floor : (size / large) * left));
 }
 
+const shorten = (words, most) => (words.length > most ? `${words.slice(0, most - 1)}…` : words);
+
 const lastPart = (name) => name.split(".").slice(-1)[0];
 
 /** The name of a tensor within its layer; with the layer's name if the layer has no number. */
@@ -22,6 +24,20 @@ function within(tensor) {
   const layer = data.layers[tensor.layer];
   const rest = tensor.name.slice(layer.length).replace(/^\./, "");
   return /^\d+$/.test(lastPart(layer)) && rest ? rest : [lastPart(layer), rest].filter(Boolean).join(".");
+}
+
+const GUTTER = 92;
+const alike = (layer) => layer.map(([tensor]) => within(tensor)).join();
+/** The first of the largest group of layers with the same tensors; -1 if no two are alike. */
+const repeated = (() => {
+  const counts = inLayers.map((layer) => inLayers.filter((other) => alike(other) === alike(layer)).length);
+  const most = Math.max(0, ...counts);
+  return most > 1 ? counts.indexOf(most) : -1;
+})();
+
+/** The room for names of rows beside the mosaic, if columns are too narrow for names inside. */
+function gutterFor(width) {
+  return repeated >= 0 && width / data.layers.length < 60 ? GUTTER : 0;
 }
 
 class Mosaic {
@@ -51,15 +67,16 @@ class Mosaic {
     const upright = width < NARROW; // layers become rows
     const along = upright ? Math.max(420, data.layers.length * 24) : width;
     const across = upright ? width - 64 : 340;
+    this.gutter = upright ? 0 : gutterFor(width);
     const root = shape("svg", {
       viewBox: upright ? `0 0 ${width} ${along}` : `0 0 ${width} ${across + 24}`, role: "group", "aria-label": this.label,
     });
     this.blocks = [];
     this.places = [];
     const gap = data.layers.length > 60 ? 1 : 3;
-    const room = along - gap * (data.layers.length - 1);
+    const room = along - this.gutter - gap * (data.layers.length - 1);
     const lengths = shares(inLayers.map((layer) => layer.reduce((sum, [tensor]) => sum + tensor.numel, 0)), room, upright ? 12 : 7);
-    let start = 0;
+    let start = this.gutter;
     inLayers.forEach((layer, number) => {
       const widths = shares(layer.map(([tensor]) => tensor.numel), across, 3);
       let offset = 0;
@@ -74,6 +91,7 @@ class Mosaic {
       this.name(root, number, start, lengths[number], upright, across);
       start += lengths[number] + gap;
     });
+    if (this.gutter) this.rows(root, across);
     this.box.replaceChildren(root);
     root.addEventListener("keydown", (event) => this.move(event, upright));
     root.addEventListener("pointerleave", () => hideTip());
@@ -91,18 +109,33 @@ class Mosaic {
     for (const line of [0, 1]) {
       if (rect.width < 60 || rect.height < 16 + 15 * line) break;
       const text = shape("text", { x: rect.x + 6, y: rect.y + 14 + 14 * line, class: "label" });
-      Object.assign(text.dataset, { of: index, line, most: Math.floor((rect.width - 10) / 7) });
+      Object.assign(text.dataset, { of: index, line, most: Math.floor((rect.width - 10) / 7.6) });
       root.append(text);
     }
+  }
+
+  /** Name the rows of the repeated layer, whose columns are too narrow for names. */
+  rows(root, across) {
+    const layer = inLayers[repeated];
+    const heights = shares(layer.map(([tensor]) => tensor.numel), across, 3);
+    let offset = 0;
+    layer.forEach(([tensor], place) => {
+      const words = within(tensor).replace(/\.weight$/, "").split(".").slice(-1)[0];
+      if (heights[place] >= 11) {
+        root.append(shape("text", { x: this.gutter - 6, y: offset + heights[place] / 2 + 4, "text-anchor": "end", class: "row" }, shorten(words, 13)));
+      }
+      offset += heights[place];
+    });
   }
 
   name(root, number, start, length, upright, across) {
     const full = data.layers[number];
     const short = /^\d+$/.test(lastPart(full)) ? full.split(".").slice(-2).join(".") : lastPart(full);
     const fits = upright ? length >= 11 : length >= short.length * 6.4;
-    const text = fits ? short : /^\d+$/.test(lastPart(full)) && length >= 14 ? lastPart(full) : "";
+    const isNumber = /^\d+$/.test(lastPart(full));
+    const text = fits ? short : isNumber ? (length >= 14 ? lastPart(full) : "") : length >= 32 ? shorten(short, Math.floor(length / 6.4)) : "";
     if (!text) return;
-    const cut = upright && text.length > 9 ? `${text.slice(0, 8)}…` : text;
+    const cut = upright ? shorten(text, 9) : text;
     root.append(upright
       ? shape("text", { x: 58, y: start + length / 2 + 4, "text-anchor": "end" }, cut)
       : shape("text", { x: start + length / 2, y: across + 17, "text-anchor": "middle" }, cut));
@@ -120,7 +153,7 @@ class Mosaic {
       const index = Number(text.dataset.of);
       const configuration = data.configurations[this.plan.configuration_of[index]];
       const words = text.dataset.line === "0" ? within(data.tensors[index]) : configuration.name;
-      text.textContent = words.length > text.dataset.most ? `${words.slice(0, text.dataset.most - 1)}…` : words;
+      text.textContent = shorten(words, text.dataset.most);
       text.setAttribute("class", `label light-${configuration.onLight} dark-${configuration.onDark}`);
       text.style.opacity = this.blocks[index].classList.contains("faded") ? 0.3 : 1;
     }

@@ -255,7 +255,7 @@ class Change:
                 self._aside = None
                 self._bytes += move.layout.nbytes - (holding.layout.nbytes if holding.state else 0)
                 holding, now = replace(holding, layout=move.layout, state=state), block
-                del move, fill  # which hold the old state
+                del move, fill, state  # which hold tensors that may have to go in the next turn
 
     def _on_the_way(self, member: Member, holding: Holding, target: Block) -> Iterator[Block]:
         """Yield blocks with one more slot in its new format each, so that slots can be converted one by one."""

@@ -535,13 +535,13 @@ def test_an_interrupted_group_is_not_added(where, steps_before, planner, monkeyp
         elif where == "plan":
             patch.setattr(BAOC, "_model", stop)
         else:
-            convert, calls = baoc.optim.migrate.Move.convert, []
+            allocate, calls = baoc.optim.migrate.Move.allocate, []
 
             def second(self, **settings):
                 calls.append(1)
-                return stop() if len(calls) == 2 else convert(self, **settings)
+                return stop() if len(calls) == 2 else allocate(self, **settings)
 
-            patch.setattr("baoc.optim.migrate.Move.convert", second)
+            patch.setattr("baoc.optim.migrate.Move.allocate", second)
         with pytest.raises(Interrupted):
             optimizer.add_param_group({"params": [("late", late)]})
     assert len(optimizer.param_groups) == 1

@@ -96,7 +96,7 @@ def train(scenario: Scenario, rank: int, folder: Path) -> dict[str, Any]:
         optimizer.zero_grad()
 
     if is_victim and scenario.fault == "no memory":
-        migrate.convert = _failing(migrate.convert, scenario.at)
+        migrate.allocated = _failing(migrate.allocated, scenario.at)
     if scenario.fault == "no data":
         with model.join():
             for number in range(scenario.at if is_victim else _STEPS):
@@ -125,14 +125,14 @@ def backward(model: nn.Module, scenario: Scenario, rank: int, step: int) -> None
 def _failing(real: Callable[..., Any], at: int) -> Callable[..., Any]:
     calls = 0
 
-    def convert(*args: Any) -> Any:
+    def allocated(*args: Any, **settings: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == at + 1:
             raise MemoryError("no memory is left")
-        return real(*args)
+        return real(*args, **settings)
 
-    return convert
+    return allocated
 
 
 def _without_names(error: Exception) -> str:

@@ -391,7 +391,7 @@ class BAOC(BlockOptimizer):
     def _together(self) -> migrate.Attempt:
         """Return what calls the parts of a change of plans: what fails on one rank fails on all."""
         members = self._current_members()
-        if members.ranks or not members.all:  # conversions of sharded state communicate themselves
+        if not members.all:
             return migrate.alone
         device = members.all[0].param.device
         return lambda function: self._peers.attempt(function, device)
@@ -488,7 +488,9 @@ class BAOC(BlockOptimizer):
         }
         self._peers.check_equal(alike)
         self._facts, first = self._peers.first((self._facts, self._plan))
-        self._together()(lambda: first == self._plan or self._install(first, inherit=True))
+        # a rank with another plan converts by itself, so in here shards must not wait for the others
+        attempt = migrate.alone if self._current_members().ranks else self._together()
+        attempt(lambda: first == self._plan or self._install(first, inherit=True))
 
     # ---- checkpoints and copies ----
 

@@ -251,10 +251,12 @@ def test_what_does_not_suit_falls_back_to_what_is_said():
 
 
 @pytest.mark.parametrize("kernel", ["native", "eager"])
-@pytest.mark.parametrize("configuration", ["muon-8", "normuon-8", "spectral"])
-@pytest.mark.parametrize("shapes", [[(64, 384, 384)], [(512, 768)] * 16, [(1500, 3000)], [(20, 96, 128)]], ids=str)
+@pytest.mark.parametrize("configuration", ["muon-8", "muon-4", "normuon-8", "spectral"])
+@pytest.mark.parametrize(
+    "shapes", [[(64, 384, 384)], [(512, 768)] * 16, [(1500, 3000)], [(20, 96, 128)], [(4, 3000, 1500)]], ids=str
+)
 def test_a_step_needs_no_more_memory_than_the_plan_says(shapes, configuration, kernel):
-    """A stack of 64 matrices with 9 MiB of state needed 144 MiB for a moment, and nothing said so."""
+    """A stack of 64 matrices with 9 MiB of state needed 144 MiB for a moment, and one of 4 large matrices 262 MiB."""
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     optimizer = BlockOptimizer(params, plan=configuration, kernel=kernel)
     for param in params:
@@ -262,7 +264,7 @@ def test_a_step_needs_no_more_memory_than_the_plan_says(shapes, configuration, k
     with PeakMemory() as memory:
         optimizer.step()
     said = optimizer.plan.workspace_bytes
-    assert 0.9 * said - 2**21 <= memory.peak <= said + 24 * (1 << 16) * 4  # and tiles
+    assert said <= memory.peak <= said + 16 * eager.TILE_NUMEL * 4  # and tiles
     assert said <= max(64 << 20, 4 * workspace(*shapes[0][-2:]))
 
 

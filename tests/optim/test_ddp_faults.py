@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from baoc import BAOC, EffectPlanner, PaperPlanner
@@ -40,13 +42,17 @@ def backward(model: nn.Module, rank: int, step: int) -> None:
 
 def held(model: nn.Module, optimizer: BAOC) -> dict[str, Any]:
     """What replicas must have in common."""
-    weights = b"".join(param.detach().numpy().tobytes() for param in model.parameters())
-    state = [each for param in model.parameters() for each in optimizer.state[param].values()]
+    weights = b"".join(_whole(param.detach()).numpy().tobytes() for param in model.parameters())
+    state = [_whole(each) for param in model.parameters() for each in optimizer.state[param].values()]
     return {
         "weights": hashlib.sha256(weights).hexdigest(),
         "state": hashlib.sha256(b"".join(map(_bytes, state))).hexdigest(),
         "plan": optimizer.plan.to_json(),
     }
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _bytes(value: Any) -> bytes:
@@ -140,23 +146,26 @@ BAD_GRADIENTS: dict[str, Callable[[int], dict[str, Any]]] = {
 # ---- memory ----
 
 
-def without_memory(start: Callable[[BAOC], object], rank_that_fails: int, conversion: int) -> Callable[[int], Any]:
+def without_memory(
+    start: Callable[[BAOC], object], rank_that_fails: int, conversion: int, *, is_sharded: bool = False
+) -> Callable[[int], Any]:
     """On one rank, a conversion of a change of plans fails. Then the run goes on."""
 
     def scenario(rank: int) -> dict[str, Any]:
-        model = DistributedDataParallel(make_model())
-        optimizer = BAOC(model.module, lr=1e-2, memory=0.5, planner=PAPER, verbose=False)
-        real, calls = migrate.convert, 0
+        model = fully_shard(make_model()) if is_sharded else DistributedDataParallel(make_model())
+        core = model if is_sharded else model.module
+        optimizer = BAOC(core, lr=1e-2, memory=0.5, planner=PAPER, verbose=False)
+        real, calls = migrate.allocated, 0
 
-        def failing(*args: Any) -> Any:
+        def failing(*args: Any, **settings: Any) -> Any:
             nonlocal calls
             calls += 1
             if rank == rank_that_fails and calls == conversion + 1:
                 raise MemoryError("no memory is left")
-            return real(*args)
+            return real(*args, **settings)
 
         errors, after = [], None
-        migrate.convert = failing
+        migrate.allocated = failing
         for step in range(STEPS):
             backward(model, rank, step)
             try:
@@ -165,10 +174,10 @@ def without_memory(start: Callable[[BAOC], object], rank_that_fails: int, conver
                     start(optimizer)
             except (PlanError, MemoryError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
-                after = held(model.module, optimizer)
+                after = held(core, optimizer)
             optimizer.zero_grad()
-        migrate.convert = real
-        return {**held(model.module, optimizer), "after": after, "errors": errors}
+        migrate.allocated = real
+        return {**held(core, optimizer), "after": after, "errors": errors}
 
     return scenario
 
@@ -179,6 +188,8 @@ NO_MEMORY: dict[str, Callable[[int], dict[str, Any]]] = {
     "replan": without_memory(
         lambda optimizer: optimizer.replan(0.3, statistics=optimizer.statistics), 1, 6 + 2
     ),  # six conversions at the end of the warm-up
+    "sharded step": without_memory(lambda optimizer: None, 1, 2, is_sharded=True),
+    "sharded step, first rank": without_memory(lambda optimizer: None, 0, 0, is_sharded=True),
 }
 
 

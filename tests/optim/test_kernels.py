@@ -41,6 +41,26 @@ def test_tiles_do_not_change_the_result(configuration, monkeypatch):
         assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(**by_configuration)
+def test_long_rows_are_cut_and_end_with_the_same_bits(configuration, dtype, monkeypatch):
+    """The rows of a stack are matrices, so a tile of whole rows was no bound."""
+    configuration, results = configuration.with_weight("8" if dtype is torch.bfloat16 else None), []
+    for tile_numel in (1 << 16, 600):  # a row is cut into 6 x 512 elements and a rest
+        monkeypatch.setattr(eager, "TILE_NUMEL", tile_numel)
+        param = nn.Parameter(torch.ones(3, 40, 83, dtype=dtype))
+        optimizer = BlockOptimizer([param], plan=configuration, kernel="eager", weight_decay=0.1)
+        train(optimizer, param, (grad.to(dtype) for grad in gradients(param.shape, 3)))
+        results.append([param.detach(), *(x for x in optimizer.state[param].values() if torch.is_tensor(x))])
+    stored = configuration.layout((3, 40, 83)).formats
+    has_sums = configuration.mechanism.reach is Reach.SUMS or any(each.reach is Reach.SUMS for each in stored)
+    for whole, cut in zip(*results, strict=True):
+        if has_sums:  # over tiles of another height
+            torch.testing.assert_close(cut, whole, rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(cut, whole)
+
+
 @pytest.mark.parametrize("kernel", ["auto", "eager"])
 @pytest.mark.parametrize(**by_configuration)
 def test_no_copy_of_a_whole_state_is_made(configuration, kernel):

@@ -249,6 +249,17 @@ def test_a_migration_between_any_plans_holds_no_more_than_the_larger_one(seed, m
     assert measured(old, new, inherit=seed % 4 > 0) <= (1 << 16) + tiles
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("adamw-16", "adamw-32"), ("adamw-32", "adamw-16"), ("adamw-8", "adamw-32"), ("sgdm-32", "adamw-16")],
+)
+def test_a_migration_of_one_large_parameter_puts_old_slots_aside(old, new, monkeypatch):
+    """The loop over slots kept the old tensors of the last slot alive while it allocated the new ones."""
+    monkeypatch.setattr(migrate, "SIDE_BY_SIDE", 1 << 16)
+    plans = (Plan((Block("all", parse(each), {"a": (2048, 2048)}),)) for each in (old, new))
+    assert measured(*plans) <= (1 << 16) + 12 * (1 << 16) * 4
+
+
 @pytest.mark.parametrize("old", [str(parse(each)) for each in (*REPRESENTATIVE, "muon-8")])
 def test_state_that_was_put_aside_is_converted_to_the_same_bits(old, monkeypatch):
     for new in CONFIGURATIONS:

@@ -274,7 +274,7 @@ class Plan:
 
         Example:
             >>> Plan.uniform("muon-8", {"experts": (64, 384, 384)}).workspace_bytes / 2**20
-            60.0
+            58.5
             >>> Plan.uniform("adamw-8", {"experts": (64, 384, 384)}).workspace_bytes
             0
         """
@@ -287,7 +287,7 @@ class Plan:
                 each = mechanism.workspace(rows, cols)
                 key = mechanism.name, rows, cols
                 needed[key] = needed.get(key, 0) + matrices * each
-                largest = max(largest, min(needed[key], max(BATCH_NUMEL, each)))
+                largest = max(largest, min(needed[key], max(1, BATCH_NUMEL // each) * each))
         return 4 * largest
 
     @property

@@ -117,15 +117,17 @@ class Move:
         gone = [key for key in old.layout.buffers if key in old.state and key not in keys]
         return [key for key in gone if old.layout.buffers[key].name != "age"], new
 
-    def convert(self, *, inherit: bool = True) -> ParamState:
-        """Return the new state: converted from the old one, or zeros."""
-        if inherit:
-            return convert(self.holding, self.layout, self.device)
-        state = new_state(self.layout, self.device, self.holding.place)
-        for stored in self.layout.formats:
-            if stored.slot.of_weight:  # a part of the parameter, which stays
-                state |= _converted_low_bits(self.holding, stored, self.device)
-        return state
+    def allocate(self, *, inherit: bool = True) -> ParamState:
+        """Return the tensors of the new state, for :meth:`fill`."""
+        return allocated(self.holding, self.layout, self.device, inherit=inherit)
+
+    def fill(self, state: ParamState, *, inherit: bool = True) -> None:
+        """Convert the old state into tensors of :meth:`allocate`. Without ``inherit``, they stay zeros."""
+        fill(self.holding, self.layout, state, inherit=inherit)
+
+    def convert(self) -> ParamState:
+        """Return the new state."""
+        return convert(self.holding, self.layout, self.device)
 
 
 def holding_of(member: Member, state: ParamState, has_stepped: bool = False) -> Holding:
@@ -133,7 +135,6 @@ def holding_of(member: Member, state: ParamState, has_stepped: bool = False) -> 
     return Holding(member.place.local(member.param.detach()), member.layout, state, hyper, member.place, has_stepped)
 
 
-@torch.no_grad()
 def convert(old: Holding, layout: Layout, device: torch.device) -> ParamState:
     """Return the state of a parameter in another layout. Slots that both layouts have are inherited with their age.
 
@@ -144,22 +145,46 @@ def convert(old: Holding, layout: Layout, device: torch.device) -> ParamState:
         layout: the new layout.
         device: where the new state will be.
     """
-    if not old.state:
-        return _late_start(old, layout, device)
-    state: ParamState = {}
-    for stored in layout.formats:
-        state |= _converted_slot(old, layout.mechanism, stored, device)
+    state = allocated(old, layout, device)
+    fill(old, layout, state)
     return state
 
 
-def _late_start(old: Holding, layout: Layout, device: torch.device) -> ParamState:
-    """Return zeros for a parameter that has had no state so far, with ages as if training had gone on for a while."""
+@torch.no_grad()
+def allocated(old: Holding, layout: Layout, device: torch.device, *, inherit: bool = True) -> ParamState:
+    """Return the tensors of a new layout: those of the old state that need not change, and zeros.
+
+    Nearly all memory that a conversion needs is allocated in here, and no other rank is asked. So ranks can agree that
+    there is enough before :func:`fill`, in which those that share a parameter communicate.
+    """
+    state: ParamState = {}
+    for stored in layout.formats:
+        if (inherit or stored.slot.of_weight) and is_kept(old, layout.mechanism, stored):
+            state |= {key: old.state[key].to(device) for _, key in stored.keys} | new_age(stored)
+        else:
+            state |= new_slot(stored, device, old.place)
+    return state
+
+
+@torch.no_grad()
+def fill(old: Holding, layout: Layout, state: ParamState, *, inherit: bool = True) -> None:
+    """Convert an old state into tensors of :func:`allocated`."""
+    if inherit and not old.state:
+        _start_late(old, layout, state)
+        return
+    for stored in layout.formats:
+        if stored.slot.of_weight:  # a part of the parameter, which stays
+            _convert_low_bits(old, stored, state)
+        elif inherit:
+            _convert_slot(old, layout.mechanism, stored, state)
+
+
+def _start_late(old: Holding, layout: Layout, state: ParamState) -> None:
+    """Give the zeros of a parameter that has had no state so far ages as if training had gone on for a while."""
     rms = old.mechanism.typical_rms(Evidence({}, {}, 0.0), old.hyper) if old.has_stepped else None
-    state = new_state(layout, device, old.place)
     if rms is not None:
         for stored in layout.formats:
             set_age(state, stored.age_key, layout.mechanism.late_age(stored.slot.name, rms, old.hyper))
-    return state
 
 
 class Change:
@@ -207,7 +232,12 @@ class Change:
         self._aside: tuple[int, Block, list[str], ParamState] | None = None  # of which parameter and block, and where
 
     def run(self, attempt: Attempt = alone) -> None:
-        """Convert the state of all parameters, one at a time. Nothing is replaced before ``attempt`` has returned."""
+        """Convert the state of all parameters, one at a time.
+
+        Args:
+            attempt: calls what allocates memory and, for whole parameters, what converts: ranks that share one
+                communicate meanwhile. Nothing is replaced before it has returned.
+        """
         for index in list(self._left):
             member = self._members[index]
             holding, target = self._left.pop(index), self._blocks[index]  # so that old state is freed when replaced
@@ -218,12 +248,14 @@ class Change:
             for block in (*(self._on_the_way(member, holding, target) if self._inherit else ()), target):
                 holding = attempt(functools.partial(self._make_room, index, holding, now, block))
                 move = Move(holding, block, member.lr_scale)
-                state = attempt(functools.partial(move.convert, inherit=self._inherit))
+                state = attempt(functools.partial(move.allocate, inherit=self._inherit))
+                fill = functools.partial(move.fill, state, inherit=self._inherit)
+                fill() if member.place.ranks else attempt(fill)
                 self._install(index, state, block)
                 self._aside = None
                 self._bytes += move.layout.nbytes - (holding.layout.nbytes if holding.state else 0)
                 holding, now = replace(holding, layout=move.layout, state=state), block
-                del move
+                del move, fill, state  # which hold tensors that may have to go in the next turn
 
     def _on_the_way(self, member: Member, holding: Holding, target: Block) -> Iterator[Block]:
         """Yield blocks with one more slot in its new format each, so that slots can be converted one by one."""
@@ -314,42 +346,30 @@ def is_same_rule(old: Mechanism, new: Mechanism) -> bool:
     return all(getattr(type(old), part) is getattr(type(new), part) for part in parts)
 
 
-def _converted_slot(old: Holding, mechanism: Mechanism, stored: Format, device: torch.device) -> ParamState:
+def _convert_slot(old: Holding, mechanism: Mechanism, stored: Format, state: ParamState) -> None:
     name = stored.slot.name
-    if stored.slot.of_weight:
-        return _converted_low_bits(old, stored, device)
     source = next((each for each in old.layout.formats if each.slot.name == name), None)
     # a slot that was there is as old as it was, even if it has seen nothing yet: after a late start its age is 0
     age = old.ages.get(name, 0) if source else mechanism.inferred_age(name, old.ages, old.hyper)
-    if is_kept(old, mechanism, stored):
-        state = {key: old.state[key].to(device) for _, key in stored.keys} | new_age(stored)
-    else:
-        state = new_slot(stored, device, old.place)
-        if age:
-            _fill(stored, state, _values(old, mechanism, source, name, age), old.place)
+    if age and not is_kept(old, mechanism, stored):
+        _fill(stored, state, _values(old, mechanism, source, name, age), old.place)
     set_age(state, stored.age_key, age)
-    return state
 
 
-def _converted_low_bits(old: Holding, stored: Format, device: torch.device) -> ParamState:
-    """Return the low bits of a weight in another format.
+def _convert_low_bits(old: Holding, stored: Format, state: ParamState) -> None:
+    """Convert the low bits of a weight.
 
     The parameter does not change: it is the rounded weight with any remainder. So the fp32 weight changes by less than
     2^-15 of itself where 16 bits become 8, and not at all where 8 become 16.
     """
     source = next((each for each in old.layout.formats if each.slot.of_weight), None)
     if source is None or not old.state:
-        return new_slot(stored, device, old.place)
-    if type(source) is type(stored):
-        state = {key: old.state[key].to(device) for _, key in stored.keys} | new_age(stored)
-    else:
-        state = new_slot(stored, device, old.place)
-        if source.buffers and stored.buffers:
-            codes, target = (each[WEIGHT.name] for each in (old.place.held(old.state), old.place.held(state)))
-            for rows in old.tiles():
-                target[rows] = low_bits_as(target.dtype, codes[rows])
+        return
+    if source.buffers and stored.buffers and type(source) is not type(stored):
+        codes, target = (each[WEIGHT.name] for each in (old.place.held(old.state), old.place.held(state)))
+        for rows in old.tiles():
+            target[rows] = low_bits_as(target.dtype, codes[rows])
     set_age(state, stored.age_key, int(old.state[source.age_key]))
-    return state
 
 
 def is_kept(old: Holding, mechanism: Mechanism, stored: Format) -> bool:

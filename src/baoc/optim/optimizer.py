@@ -396,13 +396,15 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _change_plan(self, plan: Plan, *, inherit: bool, attempt: migrate.Attempt = migrate.alone) -> None:
-        """Convert all state to a plan. ``attempt`` calls what may fail for lack of memory."""
+        """Convert all state to a plan. ``attempt`` calls what may fail for lack of memory and asks no other rank."""
         self.synchronize()
         members = self.members()
         plan.check(self._shapes())
         groups.refuse_offloading(members, plan)
         has_stepped = self._steps > 0
-        self._change = attempt(
+        # ranks that share a parameter communicate in here
+        begin = migrate.alone if any(member.place.ranks for member in members) else attempt
+        self._change = begin(
             lambda: migrate.Change(members, self.state, plan, has_stepped=has_stepped, inherit=inherit)
         )
         try:

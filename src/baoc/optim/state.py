@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import tempfile
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -123,6 +124,7 @@ def put_aside(tensor: Tensor) -> Tensor:
         for start in range(0, content.size, _WRITTEN):  # not through the mapping: a full disk would be a SIGBUS there
             file.write(content[start : start + _WRITTEN])
         file.flush()
+        os.fsync(file.fileno())  # until then its pages are memory, and some file systems find no room only now
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return torch.frombuffer(mapped, dtype=tensor.dtype).view(tensor.shape)
 

@@ -1,6 +1,7 @@
 """The reference kernel: plain torch operations, one tile of rows at a time, and whole matrices in batches.
 
-A tile bounds the temporaries: no fp32 copy of a whole low-precision state is ever made. Updates that need whole
+A tile bounds the temporaries: no fp32 copy of a whole low-precision state is ever made. Rows that are longer than a
+tile are cut, but for update rules and codecs that need sums over a row, which for a stack is a matrix. Updates that need whole
 matrices hold the directions of one batch of them: equal shapes are finished together, which is what matrix products
 like. A batch and all that is made of it on the way has at most ``BATCH_NUMEL`` elements, or is one matrix. A larger
 stack of matrices is cut. ``Plan.workspace_bytes`` counts on that.
@@ -19,7 +20,7 @@ from baoc.core.mechanisms.muon import aligned
 from baoc.core.roles import as_matrices, matrix_shape
 from baoc.core.sharding import Ranks
 from baoc.core.spec import BATCH_NUMEL, Reach
-from baoc.optim.kernels.job import Job, rows_of
+from baoc.optim.kernels.job import Job, matrices_of, rows_of, stretches_of, whole
 from baoc.optim.kernels.update import Update, row_tiles
 
 # ---- whole matrices ----
@@ -49,15 +50,18 @@ class EagerRows:
 
     def directions(self, jobs: Sequence[Job], out: Sequence[Tensor]) -> None:
         for job, direction in zip(jobs, out):
-            update, tiles = Update(job), row_tiles(job.param.shape, self._tile_numel)
-            update.absorb(tiles)
-            for rows in tiles:
-                direction[rows] = update.direction(rows)
+            for part, cut in stretches_of(job, self._tile_numel):
+                update, tiles = Update(part), row_tiles(part.param.shape, self._tile_numel)
+                update.absorb(tiles)
+                for rows in tiles:
+                    cut(direction)[rows] = update.direction(rows)
 
     def adapt(self, jobs: Sequence[Job], finished: Sequence[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:
-        tiles = (row_tiles(job.param.shape, self._tile_numel) for job in jobs)
-        adapted = [Update(job).adapt(direction, rows) for job, direction, rows in zip(jobs, finished, tiles)]
-        return self.lengthen(jobs, adapted, squares) if sets_length(jobs[0]) else adapted
+        if any(stored.slot.of_direction for stored in jobs[0].layout.formats):
+            for job, direction in zip(jobs, finished):
+                for part, cut in matrices_of(job) if _is_stack(job) else [(job, whole)]:
+                    Update(part).adapt(cut(direction), row_tiles(part.param.shape, self._tile_numel))
+        return self.lengthen(jobs, list(finished), squares) if sets_length(jobs[0]) else list(finished)
 
     def lengthen(self, jobs: Sequence[Job], directions: list[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:
         """Advance the slots that set lengths, and scale directions by what they say."""
@@ -77,9 +81,10 @@ class EagerRows:
 
     def move(self, jobs: Sequence[Job], directions: Sequence[Tensor]) -> None:
         for job, direction in zip(jobs, directions):
-            update = Update(job)
-            for rows in row_tiles(job.param.shape, self._tile_numel):
-                update.move(rows, direction[rows], job.scalars["step"])
+            for part, cut in stretches_of(job, self._tile_numel):
+                update = Update(part)
+                for rows in row_tiles(part.param.shape, self._tile_numel):
+                    update.move(rows, cut(direction)[rows], job.scalars["step"])
 
 
 def run_matrices(jobs: Iterable[Job], by_rows: Rows) -> None:
@@ -254,8 +259,11 @@ class EagerKernel:
                 matrices.append(job)
             elif job.layout.reach is Reach.SUMS and job.place.ranks is not None:
                 sums.append(job)
-            else:
+            elif job.layout.reach is Reach.SUMS:
                 Update(job).run(row_tiles(job.param.shape, TILE_NUMEL))
+            else:
+                for part, _ in stretches_of(job, TILE_NUMEL):
+                    Update(part).run(row_tiles(part.param.shape, TILE_NUMEL))
         _run_shards(sums)
         run_matrices(matrices, self.rows(matrices))
         return True

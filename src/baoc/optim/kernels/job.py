@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from baoc.core.codecs import Format
+from baoc.core.codecs.quantized import INT8_GROUP
 from baoc.core.configuration import Layout
-from baoc.core.rounding import rounding_phase
+from baoc.core.roles import matrix_shape
+from baoc.core.rounding import phase_at, rounding_phase
 from baoc.core.sharding import WHOLE, Place, Slice
-from baoc.core.spec import Hyper, Scalar
+from baoc.core.spec import Hyper, Reach, Scalar, Shape
 from baoc.optim.state import PLAIN, Memo, ParamState, set_age
 
 Numbers = tuple[dict[str, float], dict[str, int], tuple[int, ...]]  # scalars, rounding phase and age of each slot
@@ -90,6 +94,80 @@ def rows_of(job: Job, rows: slice) -> Job:
     held = {key: job.held[key][rows] if buffer.by_rows else job.held[key] for key, buffer in buffers}
     place = Slice(job.place.first_row + rows.start, height)
     return job._replace(layout=layout, param=job.param[rows], grad=job.grad[rows], held=held, place=place, memo=None)
+
+
+Cut = Callable[[Tensor], Tensor]
+"""Returns the part of a tensor in the shape of a parameter that is the parameter of a smaller job."""
+
+
+def stretches_of(job: Job, most: int) -> Iterator[tuple[Job, Cut]]:
+    """Cut a job whose rows of dim 0 are longer than ``most`` elements into jobs with shorter rows.
+
+    The rows of a stack are matrices, and a tile is one row at least. The parts have the slots that advance element by
+    element, and what a step makes of them is bitwise the same.
+
+    Args:
+        job: a job.
+        most: elements of a row.
+
+    Yields:
+        Each part, and what cuts other tensors likewise. The job itself if its rows are short, or cannot be cut.
+    """
+    numel = math.prod(job.param.shape[1:])
+    stored = [each for each in job.layout.formats if each.reach is Reach.ROWS]
+    tensors = [job.param, job.grad, *(job.held[key] for each in stored for _, key in each.keys)]
+    has_sums = any(each.slot.is_average for each in job.layout.formats if each not in stored)
+    if numel <= most or has_sums or not all(tensor.is_contiguous() for tensor in tensors):
+        yield job, whole
+        return
+    width = max(1, most // INT8_GROUP) * INT8_GROUP  # ends with a group of every format
+    shapes = [shape for shape in ((numel // width, width), (1, numel % width)) if math.prod(shape)]
+    layouts = [_layout_as(job.layout, shape, stored) for shape in shapes]
+    for row in range(job.param.shape[0]):
+        start = 0
+        ends = dict.fromkeys(layouts[0].buffers, 0)  # of the last part, in each buffer
+        for shape, layout in zip(shapes, layouts):
+            cut = functools.partial(_stretch, row=row, start=start, shape=shape)
+            held = {}
+            for key, buffer in layout.buffers.items():
+                held[key] = _stretch(job.held[key], row, ends[key], buffer.shape)
+                ends[key] += math.prod(buffer.shape)
+            first = (job.place.first_row + row) * numel + start
+            phases = {name: phase_at(phase, first) for name, phase in job.phases.items()}
+            part = job._replace(layout=layout, param=cut(job.param), grad=cut(job.grad), held=held, phases=phases)
+            yield part._replace(place=WHOLE, memo=None), cut
+            start += math.prod(shape)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Cut nothing."""
+    return tensor
+
+
+def _stretch(tensor: Tensor, row: int, start: int, shape: Shape) -> Tensor:
+    return tensor[row].view(-1)[start : start + math.prod(shape)].view(shape)
+
+
+def matrices_of(job: Job) -> Iterator[tuple[Job, Cut]]:
+    """Cut a stack into its matrices, with the slots that average finished directions.
+
+    Yields:
+        Each matrix, and what cuts other tensors likewise.
+    """
+    shape = matrix_shape(job.layout.shape)[1:]
+    layout = _layout_as(job.layout, shape, [each for each in job.layout.formats if each.slot.of_direction])
+    for row in range(job.param.shape[0]):
+        cut: Cut = operator.itemgetter(row)
+        held = {key: cut(job.held[key]).view(buffer.shape) for key, buffer in layout.buffers.items()}
+        part = job._replace(layout=layout, param=cut(job.param), grad=cut(job.grad), held=held)
+        yield part._replace(place=WHOLE, memo=None), cut
+
+
+def _layout_as(layout: Layout, shape: Shape, formats: Iterable[Format]) -> Layout:
+    """Return the layout of a part, which has the same formats whatever its size."""
+    formats = tuple(dataclasses.replace(each, shape=shape, rows=None) for each in formats)
+    buffers = {each.key(buffer.name): buffer for each in formats for buffer in each.buffers}
+    return Layout(layout.configuration, shape, formats, buffers)
 
 
 def _numbers(layout: Layout, hyper: Hyper, state: ParamState) -> Numbers:

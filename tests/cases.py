@@ -18,7 +18,16 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     parse("adamw[m=int8,v=factored-int8]"),
     parse("adamw[m=int8a,v=int8a]"),
     parse("adamw[m=int8a,v=factored]"),
+    parse("adamw[m=bf16a,v=bf16a]"),
+    parse("adamw[m=fp8,v=fp8]"),
+    parse("adamw[m=int4a,v=factored]"),
+    parse("muon[m=int4a]"),
 )
+
+NATIVE: tuple[Configuration, ...] = tuple(
+    each for each in CONFIGURATIONS if not {"fp8", "int4a"} & {codec for _, codec in each.codec_names}
+)
+"""Those that C code runs in full."""
 
 WEIGHTS = ("16", "8", "sr", "none")
 """Every codec of slot ``w``, the low bits of 16-bit parameters. Laws about it are over these and the table above."""
@@ -40,9 +49,11 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "stack": (5, 31, 33),
     "convolution": (16, 12, 5, 5),
     "pointwise convolution": (80, 60, 1, 1),
+    "one image": (1, 3, 40, 50),
 }
 
 by_configuration = {"argnames": "configuration", "argvalues": CONFIGURATIONS, "ids": str}
+by_native_configuration = {"argnames": "configuration", "argvalues": NATIVE, "ids": str}
 by_shape = {"argnames": "shape", "argvalues": list(SHAPES.values()), "ids": list(SHAPES)}
 
 

@@ -12,6 +12,9 @@ from baoc import BlockOptimizer, parse, state_bytes
 from baoc.core.spec import SMALL_NUMEL
 from tests.cases import SHAPES, by_configuration, by_shape, gradients, train, trained
 
+ANY_SIZE = ("bf16a", "int8a", "fp8", "int4a")
+"""Codecs that do not keep small tensors in fp32."""
+
 
 @pytest.mark.parametrize(**by_configuration)
 @pytest.mark.parametrize(**by_shape)
@@ -46,16 +49,31 @@ def test_small_tensors_keep_fp32_state(configuration):
     exact = {
         key
         for stored in layout.formats
-        if configuration.codec(stored.slot.name).name != "int8a"
+        if configuration.codec(stored.slot.name).name not in ANY_SIZE
         for _, key in stored.keys
     }
     assert {layout.buffers[key].dtype for key in exact} <= {torch.float32}
 
 
-def test_int8_any_quantizes_matrices_of_any_size():
-    for codec, size in (("int8", 4), ("int8a", 1)):
+def test_codecs_for_any_size_save_memory_in_small_matrices():
+    for codec, size in (("int8", 4), ("bf16a", 2), ("int8a", 1), ("fp8", 1), ("int4a", 0.5)):
         (codes, *_) = parse(f"muon[m={codec}]").layout((16, 32)).formats[0].buffers
         assert codes.nbytes == size * 16 * 32
+
+
+@pytest.mark.parametrize(**by_shape)
+def test_fp8_holds_one_byte_for_every_element_of_small_tensors_and_vectors(shape):
+    if math.prod(shape) < SMALL_NUMEL or len(shape) < 2:
+        assert parse("adamw[m=fp8,v=fp8]").state_bytes(shape) == 2 * math.prod(shape)
+
+
+@pytest.mark.parametrize("row", range(4, 70))
+def test_short_rows_are_packed_without_padding(row):
+    """Apart from an odd element, and the rest of a row's last group of 32."""
+    codes, scales = parse("adamw[m=int4a,v=fp32]").layout((300, row)).formats[0].buffers
+    groups = -(-row // 32)
+    padded = row + row % 2 if row < 32 else 32 * groups
+    assert (codes.nbytes, scales.nbytes) == (300 * padded // 2, 300 * 2 * groups)
 
 
 @pytest.mark.parametrize(**by_configuration)

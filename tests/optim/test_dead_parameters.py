@@ -38,7 +38,8 @@ def test_dead_elements_move_about_as_far_as_with_exact_state(configuration, beta
         exact.step()
     moved, exact_moved = (param - start).abs()[dead], (exact_param - start).abs()[dead]
     is_factored = configuration.switches.factored  # the other elements of a row and column go on feeding v
-    assert moved.max() <= (2.5 if is_factored else 1.2) * exact_moved.max()
+    is_coarse = configuration.codec("m").name == "fp8"  # single elements get up to an eighth more or less in every step
+    assert moved.max() <= (2.5 if is_factored or is_coarse else 1.2) * exact_moved.max()
     assert moved.mean() <= 1.06 * exact_moved.mean()
 
 

@@ -18,7 +18,7 @@ from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job, advance_ages
 from baoc.optim.kernels.native import NativeKernel, words
 from baoc.optim.state import new_state
-from tests.cases import CONFIGURATIONS, SHAPES, by_configuration, gradients
+from tests.cases import CONFIGURATIONS, SHAPES, by_configuration, by_native_configuration, gradients
 
 HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
@@ -123,7 +123,7 @@ def is_torchs_own(configuration: Configuration, shape: tuple[int, ...]) -> bool:
 
 
 @needs_native
-@pytest.mark.parametrize(**by_configuration)
+@pytest.mark.parametrize(**by_native_configuration)
 def test_results_do_not_depend_on_the_number_of_threads(configuration):
     before = torch.get_num_threads()
     try:
@@ -228,7 +228,7 @@ def test_strided_parameters_and_gradients_are_updated_in_place():
 
 @needs_native
 @pytest.mark.parametrize(**by_isa)
-@pytest.mark.parametrize(**by_configuration)
+@pytest.mark.parametrize(**by_native_configuration)
 def test_channels_last_is_updated_to_the_same_bits(configuration, isa, monkeypatch):
     """Whether the parameter, the gradient or both lie in memory that way, and with nothing left to slower code."""
 

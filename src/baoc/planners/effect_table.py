@@ -25,7 +25,7 @@ from baoc.core.configuration import Configuration, ConfigurationError, parse
 from baoc.core.files import read_json, replaced
 from baoc.core.roles import HIDDEN, Role
 from baoc.core.spec import Shape
-from baoc.planners.model_facts import REGIMES
+from baoc.planners.model_facts import GENERAL, REGIMES
 
 FORMAT = "baoc.effect-table"
 VERSION = 1
@@ -34,7 +34,9 @@ UNKNOWN = 50.0
 """Percent of the loss that configurations without a measurement are charged, so that they are a last resort."""
 
 VECTORS = "adamw-32"
-"""The configuration of all vectors: their state is small, and other ones were not measured."""
+"""The configuration of vectors: their state is small, so they keep it as long as a budget allows."""
+OF_VECTORS = ("adamw[m=bf16a,v=bf16a]", "adamw[m=fp8,v=fp8]")
+"""What vectors of small models may have beside it. They were measured on all weights, vectors included."""
 _STANDS_FOR = {Role.STACK: Role.MATRIX, Role.CONVOLUTION: Role.MATRIX, Role.HEAD: Role.EMBEDDING}
 """Roles whose effects are used for roles that were not measured."""
 
@@ -91,7 +93,9 @@ class EffectTable:
     def effect(self, regime: str, role: Role, configuration: Configuration) -> Effect | None:
         """Return an effect; ``None`` if the configuration was not measured for the role, or does not suit it."""
         if role is Role.VECTOR:
-            return Effect(0.0) if configuration == parse(VECTORS) else None
+            if configuration == parse(VECTORS):
+                return Effect(0.0)
+            return self._of(regime, Role.MATRIX).get(configuration) if str(configuration) in OF_VECTORS else None
         known = self._of(regime, role)
         if not known:
             return Effect(0.0) if configuration == parse(VECTORS) else None
@@ -209,7 +213,9 @@ def elements(roles: Iterable[tuple[Role, int]]) -> dict[Role, int]:
 
 LADDERS: tuple[tuple[str, ...], ...] = (
     ("adamw-32", "adamw-16", "adamw-8", "adamw[m=int8,v=factored]", "adamw[m=int4,v=factored]", "colnorm"),
-    ("adamw-32", "adamw[m=int8a,v=int8a]", "adamw[m=int8a,v=factored]"),
+    ("adamw-32", "adamw[m=bf16a,v=bf16a]", "adamw[m=int8a,v=int8a]", "adamw[m=int8a,v=factored]"),
+    ("adamw-32", "adamw[m=bf16a,v=bf16a]", "adamw[m=fp8,v=fp8]"),
+    ("adamw-32", "adamw[m=int4a,v=factored]", "adamw[m=int4a,v=factored-bf16]"),
     ("adamw-32", "adamw[m=int8,v=row-mean]", "adamw[m=int4,v=row-mean]"),
     ("muon-32", "muon-16", "muon-8", "muon[m=int8a]", "muon-4", "spectral"),
     ("normuon-32", "normuon-16", "normuon-8", "normuon-4"),
@@ -228,6 +234,12 @@ DERIVED = {
     **{any_size: large for large, any_size in _ANY_SIZE.items()},
 }
 """Configurations that need not be run, and the ones whose effect they have."""
+DERIVED_GENERAL = DERIVED | {
+    "adamw[m=bf16a,v=bf16a]": "adamw-16",
+    "adamw[m=int4a,v=factored]": "adamw[m=int4,v=factored]",
+    "adamw[m=int4a,v=factored-bf16]": "adamw[m=int4,v=factored]",
+}
+"""The same in the regime "general", to which most small models belong: formats of :mod:`baoc.core.codecs.small` too."""
 STEP = 0.002
 """Percent by which more state is taken to be better where runs show no difference."""
 _FIXED, _DERIVED = 1e9, 1e-9  # weights beside numbers of runs
@@ -253,7 +265,12 @@ def table_of(differences: Iterable[Difference], provenance: str = "") -> EffectT
             each.percent
         )
     effects = {
-        regime: {role: completed({c: effect_of(runs) for c, runs in known.items()}) for role, known in roles.items()}
+        regime: {
+            role: completed(
+                {c: effect_of(runs) for c, runs in known.items()}, DERIVED_GENERAL if regime == GENERAL else DERIVED
+            )
+            for role, known in roles.items()
+        }
         for regime, roles in found.items()
     }
     return EffectTable(effects, provenance)
@@ -276,16 +293,23 @@ def effect_of(by_workload: Mapping[str, Sequence[float]]) -> Effect:
     return Effect(statistics.fmean(means), error, len(runs), len(means))
 
 
-def completed(measured: Mapping[Configuration, Effect]) -> dict[Configuration, Effect]:
+def completed(
+    measured: Mapping[Configuration, Effect], sources: Mapping[str, str] = DERIVED
+) -> dict[Configuration, Effect]:
     """Return effects with AdamW32, with configurations that need no run, and with ladders in order.
 
-    >>> known = completed({parse("muon-8"): Effect(-9.0, runs=3), parse("spectral"): Effect(-9.2, runs=3)})
-    >>> {name: round(known[parse(name)].loss, 2) for name in ("adamw-16", "muon-32", "muon-8", "spectral")}
-    {'adamw-16': 0.0, 'muon-32': -9.1, 'muon-8': -9.1, 'spectral': -9.09}
+    Args:
+        measured: effects by configuration.
+        sources: configurations that need not be run, and the ones whose effect they have.
+
+    Example:
+        >>> known = completed({parse("muon-8"): Effect(-9.0, runs=3), parse("spectral"): Effect(-9.2, runs=3)})
+        >>> {name: round(known[parse(name)].loss, 2) for name in ("adamw-16", "muon-32", "muon-8", "spectral")}
+        {'adamw-16': 0.0, 'muon-32': -9.1, 'muon-8': -9.1, 'spectral': -9.09}
     """
     known = {parse(LOSS_REFERENCE): Effect(0.0), **measured}
-    sources = {parse(spelling): parse(source) for spelling, source in DERIVED.items()}
-    derived = {each: source for each, source in sources.items() if source in known and each not in known}
+    found = {parse(spelling): parse(source) for spelling, source in sources.items()}
+    derived = {each: source for each, source in found.items() if source in known and each not in known}
     known |= {each: Effect(known[source].loss) for each, source in derived.items()}
     order: dict[Configuration, None] = {}
     for ladder in LADDERS:

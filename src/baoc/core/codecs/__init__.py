@@ -17,12 +17,14 @@ from baoc.core.codecs.factored import (
     RowMeanFormat,
 )
 from baoc.core.codecs.quantized import Int4, Int4Format, Int8, Int8Any, Int8Format
+from baoc.core.codecs.small import FP8, BF16Any, FP8Format, Int4Any, ShortInt4Format
 from baoc.core.codecs.weights import Nearest, Rest8, Rest16, Stochastic, WeightFormat
 
 CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
         *(FP32(), BF16(), Int8(), Int8Any(), Int4(), Factored(), FactoredBF16(), FactoredInt8(), RowMean(), ColMean()),
+        *(BF16Any(), FP8(), Int4Any()),
         *(MatrixMean(), Rest16(), Rest8(), Stochastic(), Nearest()),
     )
 }
@@ -33,6 +35,7 @@ __all__ = [
     "BF16Format",
     "Codec",
     "ColMeanFormat",
+    "FP8Format",
     "FP32Format",
     "FactoredFormat",
     "Format",
@@ -42,6 +45,7 @@ __all__ = [
     "MatrixMeanFormat",
     "MeanFormat",
     "RowMeanFormat",
+    "ShortInt4Format",
     "SummedFormat",
     "WeightFormat",
     "register_codec",

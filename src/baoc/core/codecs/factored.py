@@ -44,7 +44,7 @@ class FactoredFormat(SummedFormat):
     col: Format = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        matrix = self.shape if self.slot.torch_dims else matrix_shape(self.shape)
+        matrix = self.shape if self.slot.torch_dims else factored_shape(self.shape)
         cols = self._factor(matrix[:-2] + matrix[-1:], None if len(matrix) == 2 else self.rows)
         object.__setattr__(self, "matrix", matrix)
         object.__setattr__(self, "row", self._factor(matrix[:-1], self.rows))
@@ -103,6 +103,28 @@ class FactoredFormat(SummedFormat):
     def graph_key(self) -> Hashable:
         seen = self.matrix == self.shape or self.shape[1:]
         return type(self), self.row.graph_key(), self.col.graph_key(), seen, self.rows is None or self
+
+
+def factored_shape(shape: Shape) -> Shape:
+    """Return a tensor's shape as the matrices whose means are kept.
+
+    A tensor of one row, such as an image that is optimized directly, has no rows to average over. Its trailing dims are
+    cut in two instead, where that leaves the fewest numbers.
+
+    Args:
+        shape: the tensor's shape.
+
+    Returns:
+        ``(rows, cols)`` or ``(matrices, rows, cols)``, with the tensor's own dim 0.
+
+    Example:
+        >>> factored_shape((64, 32, 3, 3)), factored_shape((1, 3, 128, 128))
+        ((64, 288), (1, 384, 128))
+    """
+    if len(shape) < 3 or shape[0] != 1:
+        return matrix_shape(shape)
+    cuts = [(1, math.prod(shape[1:at]), math.prod(shape[at:])) for at in range(2, len(shape))]
+    return min(cuts, key=sum)
 
 
 def flattened(x: Tensor, matrix: Shape, shape: Shape) -> Tensor:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +103,7 @@ class Int8Format(Format):
         base = self.grid.base(exponents)
         number = ((grouped.abs() << self.grid.dropped) + base).view(torch.float32)
         if self.slot.signed:
-            size = torch.minimum(number, 2 * (number - base.view(torch.float32)))  # see _with_equal_steps
+            size = torch.minimum(number, 2 * (number - base.view(torch.float32)))  # see with_equal_steps
             value = torch.where(grouped < 0, -size, size)
         else:
             value = torch.where(grouped > 0, number, 0.0)
@@ -118,7 +119,7 @@ class Int8Format(Format):
         exponents = exponents.clamp(LEAST_EXPONENT, MOST_EXPONENT)
         base = grid.base(exponents)
         if self.slot.signed:
-            bits = _with_equal_steps(size, bits, base)
+            bits = with_equal_steps(size, bits, base)
         above = bits - base
         if rounding.idle is not None:
             noise = torch.where(to_groups(rounding.idle), torch.minimum(noise, above >> rounding.idle_shift), noise)
@@ -146,7 +147,7 @@ class Int8Format(Format):
         return type(self), self.slot.signed
 
 
-def _with_equal_steps(size: Tensor, bits: Tensor, base: Tensor) -> Tensor:
+def with_equal_steps(size: Tensor, bits: Tensor, base: Tensor) -> Tensor:
     """Return the bits of a size, with equal steps down to zero in the lowest octave of codes.
 
     That octave starts at ``base``, read as a float. In it, ``x`` gets the bits of ``base + x / 2``. They are larger
@@ -221,6 +222,7 @@ class Int4Format(Format):
     """Two codes per byte and one fp32 scale per group of 64."""
 
     groups = True
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
 
     @property
     def row(self) -> int:
@@ -228,45 +230,61 @@ class Int4Format(Format):
         return math.prod(self.shape[1:])
 
     @property
+    def group(self) -> int:
+        """Number of elements that share a scale, an even number."""
+        return INT4_GROUP
+
+    @property
     def buffers(self) -> tuple[Buffer, ...]:
-        rows, groups = self.held_shape[0], -(-self.row // INT4_GROUP)
-        return Buffer("codes", (rows, groups * INT4_HALF), torch.uint8), Buffer("scales", (rows, groups), torch.float32)
+        rows, groups = self.held_shape[0], -(-self.row // self.group)
+        codes = Buffer("codes", (rows, groups * self.group // 2), torch.uint8)
+        return codes, Buffer("scales", (rows, groups), self.scale_dtype)
 
     def decode(self, held: Held, rows: slice) -> Tensor:
         packed = held["codes"][rows]
         height = packed.shape[0]
-        halves = packed.view(height, -1, 1, INT4_HALF)  # (rows, groups, 1, INT4_HALF)
-        codes = torch.cat((halves & 15, halves >> 4), 2).flatten(2).float() - INT4_ZERO  # (rows, groups, INT4_GROUP)
-        value = codes * (1.0 / INT4_TOP) * held["scales"][rows].unsqueeze(-1)  # in this order the top code is the scale
+        halves = packed.view(height, -(-self.row // self.group), 1, self.group // 2)
+        codes = torch.cat((halves & 15, halves >> 4), 2).flatten(2).float() - INT4_ZERO  # (rows, groups, group)
+        scales = held["scales"][rows].float().unsqueeze(-1)
+        value = codes * (1.0 / INT4_TOP) * scales  # in this order the top code is the scale
         return value.flatten(1)[:, : self.row].view(height, *self.shape[1:])
 
     def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
-        x = self._grouped(value)  # (rows, groups, INT4_GROUP)
+        x = self._grouped(value)  # (rows, groups, group)
         noise = self._grouped(rounding.noise(rows.start, tuple(value.shape), value.device))
         top = x.abs().amax(-1, keepdim=True)
-        scales = top.clamp(min=INT4_SMALLEST_SCALE) * (top > 0)
+        scales = self._scales(top, noise[..., :1])
         level = x.abs() * (INT4_TOP / scales.clamp(min=INT4_SMALLEST_SCALE))
         if rounding.idle is not None:
             most = (level * (NOISE_ONE >> rounding.idle_shift)).floor()
             noise = torch.where(self._grouped(rounding.idle), torch.minimum(noise, most), noise)
         code = level.floor()
-        code = code + ((level - code) * NOISE_ONE + noise >= NOISE_ONE)
+        code = self._settled(code + ((level - code) * NOISE_ONE + noise >= NOISE_ONE), x.abs() == top, scales)
         nibbles = (torch.where(x < 0, -code, code) + INT4_ZERO).to(torch.uint8)
-        low, high = nibbles[..., :INT4_HALF], nibbles[..., INT4_HALF:]  # (rows, groups, INT4_HALF)
+        low, high = nibbles.tensor_split(2, -1)  # (rows, groups, group / 2)
         held["codes"][rows].copy_((low | high << 4).flatten(1))
         held["scales"][rows].copy_(scales.squeeze(-1))
 
+    def _scales(self, top: Tensor, noise: Tensor) -> Tensor:
+        """Return the scales of groups, in fp32, from their largest magnitudes."""
+        return top.clamp(min=INT4_SMALLEST_SCALE) * (top > 0)
+
+    def _settled(self, code: Tensor, is_top: Tensor, scales: Tensor) -> Tensor:
+        """Return magnitudes of codes, with the largest element of each group on the top code."""
+        return code  # which it has, because it is the scale
+
     def _grouped(self, x: Tensor) -> Tensor:
-        return F.pad(x.flatten(1), (0, -self.row % INT4_GROUP)).view(x.shape[0], -1, INT4_GROUP)
+        groups = -(-self.row // self.group)  # not -1 in the view: a shard may have no rows
+        return F.pad(x.flatten(1), (0, -self.row % self.group)).view(x.shape[0], groups, self.group)
 
     def problem(self, held: Held) -> str | None:
         scales = held["scales"]
         return None if bool((scales.isfinite() & (scales >= 0)).all()) else "scales that are not finite numbers >= 0"
 
     def underflowed(self, held: Held, rows: slice) -> Tensor:
-        halves = held["codes"][rows].view(rows.stop - rows.start, -1, INT4_HALF)  # (rows, groups, INT4_HALF)
+        halves = held["codes"][rows].view(rows.stop - rows.start, -(-self.row // self.group), self.group // 2)
         used = ((halves & 15) != INT4_ZERO).sum(-1) + ((halves >> 4) != INT4_ZERO).sum(-1)
-        return (held["scales"][rows] > 0) & (used > 0) & (used * SPARSE <= INT4_GROUP)
+        return (held["scales"][rows] > 0) & (used > 0) & (used * SPARSE <= self.group)
 
     def graph_key(self) -> Hashable:
         return type(self), self.shape[1:]

@@ -249,7 +249,8 @@ def form(layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype
         return f"the format {type(unknown).__name__} of {unknown.slot.name!r}"
     m, v = names.get("m") or "none", names.get("v") or "none"
     reductions = (_REDUCTIONS[v],) if v in _REDUCTIONS else tuple(layout.mechanism.norms)
-    if reductions and len(matrix_shape(layout.shape)) > 2:
+    kept = next((each.matrix for each in formats if isinstance(each, FactoredFormat)), matrix_shape(layout.shape))
+    if reductions and len(kept) > 2:
         return "means over the matrices of a stack"
     if use == "move":
         mechanism, m = "move", "fp32"

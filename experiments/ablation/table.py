@@ -22,7 +22,7 @@ from pathlib import Path
 
 from baoc import Configuration, parse
 from baoc.core.roles import Role
-from baoc.planners.effect_table import Difference, EffectTable, table_of
+from baoc.planners.effect_table import OF_SMALL_MODELS, Difference, EffectTable, table_of
 from baoc.planners.model_facts import GENERAL
 from experiments.ablation.catalog import CONFIGURATIONS, SETTINGS, Setting
 from experiments.ablation.effects import Effect, Effects
@@ -81,7 +81,7 @@ def zoo_differences(rows: Iterable[Row]) -> Iterator[Difference]:
     for row in rows:
         if row["method"] == REFERENCE or row["method"].startswith(BUDGETED) or row["error"]:
             continue
-        if is_left_out(row["regime"], parse(row["method"])):
+        if is_left_out(row["regime"], parse(row["method"])) or row["method"] in OF_SMALL_MODELS:
             continue
         configuration, base = parse(row["method"]), reference[row["key"].replace(row["method"], REFERENCE)]
         role = Role(row["role"])

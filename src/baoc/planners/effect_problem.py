@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from baoc.core.configuration import CATALOG, EXTENDED, Configuration
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role, layer_of
-from baoc.core.spec import Shape
+from baoc.core.spec import Reach, Shape
 from baoc.core.text import REGIME_TEXTS, human_bytes
-from baoc.planners import cost, lr_multipliers, patterns, placement
+from baoc.planners import cost, lr_multipliers, patterns, placement, trust
 from baoc.planners.base import (
     AUTO,
     Budget,
@@ -73,6 +73,7 @@ class EffectProblem:
         self._elements = elements((self._roles[name], math.prod(shape)) for name, shape in model.shapes.items())
         self._unsuited_rows: dict[tuple[Shape, Role], patterns.Row] = {}
         self._multipliers = self._lr_multipliers()
+        self._not_trusted = trust.untrusted(model, self.regime)
         self._members, self._class_of, self._problem, self._base_time = self._classes()
         self._groups = [self._group(members) for members in self._members]
 
@@ -245,6 +246,8 @@ class EffectProblem:
     def _why_uniform(self, index: int, choice: int) -> str:
         totals = {c: sum(self._loss(name, c) for name in self._members[index]) for c in self._allowed(index)}
         best = min(totals, key=totals.__getitem__)
+        if self._members[index][0] in self._not_trusted:
+            return trust.WHY
         if totals[choice] <= totals[best]:
             return f"least predicted loss ({REGIME_TEXTS[self.regime]})"
         less = f"{totals[choice] - totals[best]:.2f}%"
@@ -330,7 +333,7 @@ class EffectProblem:
         for name, row in forbidden.items():
             if row.all():
                 raise PlanError(f"every configuration is forbidden for parameter {name!r}. Allow at least one.")
-            for unwanted in (self._unsuited(name), self._unmeasured(name)):
+            for unwanted in (self._unsuited(name), self._untrusted(name), self._unmeasured(name)):
                 if not (row | unwanted).all():
                     row |= unwanted
         return forbidden, preferred
@@ -342,6 +345,11 @@ class EffectProblem:
             row = np.array([not each.mechanism.suits(*key) for each in self.candidates], dtype=bool)
             self._unsuited_rows[key] = row
         return self._unsuited_rows[key]
+
+    def _untrusted(self, name: str) -> patterns.Row:
+        """Rules that work on whole matrices, for parameters where they are not trusted."""
+        works_on_matrices = (each.mechanism.reach is Reach.MATRIX for each in self.candidates)
+        return np.array([name in self._not_trusted and works for works in works_on_matrices], dtype=bool)
 
     def _unmeasured(self, name: str) -> patterns.Row:
         """Configurations without a measured effect. Those that the user names may be chosen all the same."""

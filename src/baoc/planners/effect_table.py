@@ -19,6 +19,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 from baoc.core.configuration import Configuration, ConfigurationError, parse
@@ -213,9 +214,7 @@ def elements(roles: Iterable[tuple[Role, int]]) -> dict[Role, int]:
 
 LADDERS: tuple[tuple[str, ...], ...] = (
     ("adamw-32", "adamw-16", "adamw-8", "adamw[m=int8,v=factored]", "adamw[m=int4,v=factored]", "colnorm"),
-    ("adamw-32", "adamw[m=bf16a,v=bf16a]", "adamw[m=int8a,v=int8a]", "adamw[m=int8a,v=factored]"),
-    ("adamw-32", "adamw[m=bf16a,v=bf16a]", "adamw[m=fp8,v=fp8]"),
-    ("adamw-32", "adamw[m=int4a,v=factored]", "adamw[m=int4a,v=factored-bf16]"),
+    ("adamw-32", "adamw[m=int8a,v=int8a]", "adamw[m=int8a,v=factored]"),
     ("adamw-32", "adamw[m=int8,v=row-mean]", "adamw[m=int4,v=row-mean]"),
     ("muon-32", "muon-16", "muon-8", "muon[m=int8a]", "muon-4", "spectral"),
     ("normuon-32", "normuon-16", "normuon-8", "normuon-4"),
@@ -234,12 +233,16 @@ DERIVED = {
     **{any_size: large for large, any_size in _ANY_SIZE.items()},
 }
 """Configurations that need not be run, and the ones whose effect they have."""
-DERIVED_GENERAL = DERIVED | {
+OF_SMALL_MODELS = {
     "adamw[m=bf16a,v=bf16a]": "adamw-16",
+    "adamw[m=fp8,v=fp8]": "adamw[m=int8a,v=int8a]",
     "adamw[m=int4a,v=factored]": "adamw[m=int4,v=factored]",
-    "adamw[m=int4a,v=factored-bf16]": "adamw[m=int4,v=factored]",
+    "adamw[m=int4a,v=factored-bf16]": "adamw[m=int4a,v=factored]",
 }
-"""The same in the regime "general", to which most small models belong: formats of :mod:`baoc.core.codecs.small` too."""
+"""The same for formats of :mod:`baoc.core.codecs.small`, in the regime "general", to which most small models belong."""
+NOT_RUN = 0.25
+"""Percent that each of them is charged more, above the tolerance of plans, so that it is used where no other one fits.
+They were run on a part of the tasks, or by hand."""
 STEP = 0.002
 """Percent by which more state is taken to be better where runs show no difference."""
 _FIXED, _DERIVED = 1e9, 1e-9  # weights beside numbers of runs
@@ -267,7 +270,7 @@ def table_of(differences: Iterable[Difference], provenance: str = "") -> EffectT
     effects = {
         regime: {
             role: completed(
-                {c: effect_of(runs) for c, runs in known.items()}, DERIVED_GENERAL if regime == GENERAL else DERIVED
+                {c: effect_of(runs) for c, runs in known.items()}, OF_SMALL_MODELS if regime == GENERAL else {}
             )
             for role, known in roles.items()
         }
@@ -294,13 +297,13 @@ def effect_of(by_workload: Mapping[str, Sequence[float]]) -> Effect:
 
 
 def completed(
-    measured: Mapping[Configuration, Effect], sources: Mapping[str, str] = DERIVED
+    measured: Mapping[Configuration, Effect], small: Mapping[str, str] = MappingProxyType({})
 ) -> dict[Configuration, Effect]:
     """Return effects with AdamW32, with configurations that need no run, and with ladders in order.
 
     Args:
         measured: effects by configuration.
-        sources: configurations that need not be run, and the ones whose effect they have.
+        small: :data:`OF_SMALL_MODELS`, or nothing.
 
     Example:
         >>> known = completed({parse("muon-8"): Effect(-9.0, runs=3), parse("spectral"): Effect(-9.2, runs=3)})
@@ -308,8 +311,8 @@ def completed(
         {'adamw-16': 0.0, 'muon-32': -9.1, 'muon-8': -9.1, 'spectral': -9.09}
     """
     known = {parse(LOSS_REFERENCE): Effect(0.0), **measured}
-    found = {parse(spelling): parse(source) for spelling, source in sources.items()}
-    derived = {each: source for each, source in found.items() if source in known and each not in known}
+    sources = {parse(spelling): parse(source) for spelling, source in DERIVED.items()}
+    derived = {each: source for each, source in sources.items() if source in known and each not in known}
     known |= {each: Effect(known[source].loss) for each, source in derived.items()}
     order: dict[Configuration, None] = {}
     for ladder in LADDERS:
@@ -318,6 +321,9 @@ def completed(
         order |= dict.fromkeys(rungs)
     for each, source in derived.items():  # runs of the source; above they must not count twice
         known[each] = replace(known[source], loss=known[each].loss)
+    for each, source in ((parse(spelling), parse(source)) for spelling, source in small.items()):
+        if source in known and each not in known:
+            known[each] = replace(known[source], loss=known[source].loss + NOT_RUN)
     return {configuration: known[configuration] for configuration in {**order, **known}}
 
 

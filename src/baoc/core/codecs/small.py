@@ -5,10 +5,11 @@ a model that consists of such tensors (a field, tables of short rows, directly o
 choice but rules without state. C and Triton know ``bf16a``; the others run in torch operations or compiled.
 
 **fp8.** A code is the upper bits of an fp32 number, counted from a fixed exponent, so elements share nothing and even
-vectors can have it. Large matrices are stored as int8, whose exponents adapt. A signed slot has a sign and two mantissa bits over 32 octaves, from 2^-25 to 2^7, and below them
-equal steps down to zero, which are smaller than Adam's usual eps of 1e-8. An unsigned slot has two mantissa bits over 64
-octaves, from 2^-50 to 2^14, the squares of the former. Larger numbers get the largest code, which amounts to clipping
-gradients at about 100. Codes are far apart, but dithered: averages over steps are right.
+vectors can have it. Large matrices are stored as int8, whose exponents adapt. A signed slot has a sign and two mantissa
+bits over 32 octaves, from 2^-25 to 2^7, and below them equal steps down to zero, which are smaller than Adam's usual eps
+of 1e-8. An unsigned slot has two mantissa bits over 64 octaves, from 2^-50 to 2^14, the squares of the former. Larger
+numbers get the largest code, which amounts to clipping gradients at about 100. Codes are far apart, but dithered:
+averages over steps are right.
 
 **int4a.** As int4, but groups have at most 32 elements and end with their row, and a scale is a bf16 number. It is
 dithered as well, and the largest element of a group always has the top code.
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from baoc.core.codecs.base import BF16, BF16Format, Codec, Format, Held
 from baoc.core.codecs.quantized import (
+    INT4_GROUP,
     INT4_SMALLEST_SCALE,
     INT4_TOP,
     Grid,
@@ -141,10 +143,12 @@ class FP8(Codec):
 
 
 class Int4Any(Int4):
-    """4 bits per element of a signed slot in matrices of any size, with rows of any length."""
+    """4 bits per element of a signed slot: as int4 where that is as small, and packed in small or short matrices."""
 
     name = "int4a"
 
     def at(self, shape: Shape, slot: Slot, rows: int | None = None) -> Format:
-        is_short = len(shape) < 2 or math.prod(shape[1:]) < MIN_SHORT_ROW
-        return (BF16Format if is_short else ShortInt4Format)(slot, shape, rows)
+        if len(shape) < 2 or math.prod(shape[1:]) < MIN_SHORT_ROW:
+            return BF16Format(slot, shape, rows)
+        is_grouped = math.prod(shape) >= SMALL_NUMEL and math.prod(shape[1:]) % INT4_GROUP == 0
+        return (Int4Format if is_grouped else ShortInt4Format)(slot, shape, rows)

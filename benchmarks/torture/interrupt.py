@@ -25,21 +25,35 @@ import torch
 from torch import nn
 
 import baoc
-from baoc import BAOC, EffectPlanner, PaperPlanner, Plan
+from baoc import BAOC, EffectPlanner, PaperPlanner, Plan, release_gradients
 from baoc.optim import migrate
 from baoc.planners.base import Planner
-from benchmarks.torture.training import backward, make_model
+from benchmarks.torture.training import LOW_BITS, backward, make_model
 
 PACKAGE = os.path.dirname(os.path.abspath(baoc.__file__)) + os.sep
 SHARE, LATER = 0.6, 0.5
 _MOST_STEPS = 5  # before the action
 _ADDED = "added"
 
-PLANNERS: dict[str, Planner] = {
-    "effects": EffectPlanner(),
-    "effects, replan": EffectPlanner(replan_every=3),
-    "paper": PaperPlanner(warmup=3, warmup_base="budget"),
-    "paper, replan": PaperPlanner(warmup=2, warmup_base="budget", replan_every=2),
+
+@dataclass(frozen=True)
+class Kind:
+    """A planner, and how its parameters are trained."""
+
+    planner: Planner
+    dtype: torch.dtype = torch.float32
+    low_bits: bool = False
+    releases: bool = False
+
+
+KINDS = {
+    "effects": Kind(EffectPlanner()),
+    "effects, replan": Kind(EffectPlanner(replan_every=3)),
+    "paper": Kind(PaperPlanner(warmup=3, warmup_base="budget")),
+    "paper, replan": Kind(PaperPlanner(warmup=2, warmup_base="budget", replan_every=2)),
+    "low bits": Kind(EffectPlanner(), torch.bfloat16, low_bits=True),
+    "released": Kind(EffectPlanner(replan_every=3), releases=True),
+    "low bits, released": Kind(EffectPlanner(), torch.float16, low_bits=True, releases=True),
 }
 
 
@@ -74,10 +88,10 @@ class Interrupt:
 class Run:
     """A model in training, with what the actions need."""
 
-    def __init__(self, planner: Planner, steps: int) -> None:
-        self.model = make_model()
-        self.extra = nn.Parameter(torch.linspace(-1, 1, 1024).reshape(16, 64))
-        self.planner = planner
+    def __init__(self, kind: Kind, steps: int) -> None:
+        self.model = make_model(kind.dtype)
+        self.extra = nn.Parameter(torch.linspace(-1, 1, 1024).reshape(16, 64).to(kind.dtype))
+        self.kind, self.planner = kind, kind.planner
         self.reference = Plan.uniform("adamw-16", _shapes(self.model)).state_bytes
         self.budget = int(SHARE * self.reference)
         self.optimizer = self._optimizer(self.model)
@@ -99,7 +113,12 @@ class Run:
         self.optimizer.add_param_group({"params": [(_ADDED, self.extra)]})
 
     def _optimizer(self, model: nn.Module) -> BAOC:
-        return BAOC(model, lr=1e-3, memory=self.budget, planner=self.planner, verbose=False)
+        optimizer = BAOC(model, lr=1e-3, memory=self.budget, planner=self.planner, verbose=False)
+        if self.kind.low_bits:
+            optimizer.set_plan(LOW_BITS)
+        if self.kind.releases:
+            release_gradients(optimizer)
+        return optimizer
 
     def resumed(self) -> Run:
         """Return an equal run that resumes from a checkpoint of this one."""
@@ -127,7 +146,7 @@ class Action:
 
 
 def _later_checkpoint(run: Run) -> dict[str, Any]:
-    other = Run(run.planner, run.steps + 2)
+    other = Run(run.kind, run.steps + 2)
     return copy.deepcopy(other.optimizer.state_dict())
 
 
@@ -143,10 +162,17 @@ ACTIONS: dict[str, Action] = {
         lambda run, found: _discard(run.optimizer.replan(int(LATER * run.reference), statistics=found)),
     ),
     "add_param_group": Action(lambda run: None, lambda run, _: run.add_group(), do_again=False),
-    "step": Action(Run.gradients, lambda run, _: _discard(run.optimizer.step())),
+    "step": Action(lambda run: None if run.kind.releases else run.gradients(), lambda run, _: _step(run)),
     "save": Action(lambda run: None, lambda run, _: _discard(run.optimizer.state_dict())),
     "load": Action(_later_checkpoint, lambda run, saved: run.optimizer.load_state_dict(copy.deepcopy(saved))),
 }
+
+
+def _step(run: Run) -> None:
+    """Make a step. Released gradients update parameters in the backward pass."""
+    if run.kind.releases:
+        run.gradients()
+    run.optimizer.step()
 
 
 def _set_plan_aside(run: Run, plan: Plan) -> None:
@@ -155,19 +181,21 @@ def _set_plan_aside(run: Run, plan: Plan) -> None:
         run.optimizer.set_plan(plan)
 
 
-def attempt(planner: Planner, action: Action, steps: int, draw: random.Random) -> str:
+def attempt(kind: Kind, action: Action, steps: int, draw: random.Random) -> str:
     """Interrupt an action and check what follows. Return the line of the interrupt; '' if none took effect."""
-    counting, run = Run(planner, steps), Run(planner, steps)
+    counting, run = Run(kind, steps), Run(kind, steps)
     given = action.prepare(counting)
     with Interrupt() as counted:
         action.do(counting, given)
     given = action.prepare(run)
     with Interrupt(at=draw.randrange(max(1, counted.lines))) as interrupt:
         action.do(run, given)
+    run.optimizer.zero_grad()  # forgets what an interrupted step has left
     try:
         _check(run)
         if action.do_again or len(run.optimizer.param_groups) == 1:
-            action.do(run, given)
+            action.do(run, action.prepare(run) if action is ACTIONS["step"] else given)
+            run.optimizer.zero_grad()
         _check(run)
     except Exception as error:
         raise AssertionError(f"interrupted at {interrupt.place}: {type(error).__name__}: {error}") from error
@@ -195,13 +223,13 @@ def run(times: int, seed: int = 0, names: list[str] | None = None) -> dict[str, 
     done: Counter[str] = Counter()
     places: set[str] = set()
     wrong: dict[str, str] = {}
-    chosen = [(planner, action) for planner in PLANNERS for action in names or ACTIONS]
+    chosen = [(planner, action) for planner in KINDS for action in names or ACTIONS]
     for number in range(times):
         planner, action = chosen[number % len(chosen)]
         draw = random.Random(f"{seed} {number}")
         steps = draw.randrange(1 if action == "replan" else 0, _MOST_STEPS + 1)
         try:
-            places.add(attempt(PLANNERS[planner], ACTIONS[action], steps, draw))
+            places.add(attempt(KINDS[planner], ACTIONS[action], steps, draw))
         except AssertionError as error:
             wrong.setdefault(str(error)[:300], f"{planner}, {action} after {steps} steps, number {number}")
         done[action] += 1

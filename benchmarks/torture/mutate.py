@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import baoc
 from baoc import (
@@ -38,12 +38,13 @@ from baoc import (
     PlanError,
     StatisticsCollector,
     StatisticsError,
+    release_gradients,
 )
 from baoc.planners.base import Planner
 from baoc.planners.effect_table import EffectTable, TableError
 from baoc.tools.report.explain import ReportError
 from baoc.tools.report.runlog import Run, RunLog
-from benchmarks.torture.training import backward, make_model
+from benchmarks.torture.training import LOW_BITS, backward, make_model
 
 JUNK = (
     None,
@@ -273,31 +274,41 @@ class Checkpoints(Target):
             PaperPlanner(warmup=2, replan_every=2),
         )
         self._cases = [self._case(planner) for planner in planners]
+        self._cases += [self._case(EffectPlanner(), dtype, low_bits=True) for dtype in (torch.bfloat16, torch.float16)]
 
     @staticmethod
-    def _case(planner: Planner) -> tuple[BAOC, Any, Any]:
-        """Return an optimizer, its state dict, and an earlier checkpoint of the same run."""
-        model = make_model()
+    def _case(
+        planner: Planner, dtype: torch.dtype = torch.float32, *, low_bits: bool = False
+    ) -> tuple[BAOC, nn.Module, Any, Any]:
+        """Return an optimizer, its model and state dict, and an earlier checkpoint of the same run."""
+        model = make_model(dtype)
         optimizer = BAOC(model, lr=1e-3, memory=0.6, planner=planner)
+        if low_bits:  # and released gradients, whose norms are in the checkpoint
+            optimizer.set_plan(LOW_BITS)
+            release_gradients(optimizer)
         saved = []
         for step in range(4):
             backward(model, step)
             optimizer.step()
             saved.append(copy.deepcopy(optimizer.state_dict()))
         optimizer.load_state_dict(saved[-1])  # which brings blocks into the order of parameters
-        return optimizer, copy.deepcopy(optimizer.state_dict()), saved[-2]
+        return optimizer, model, copy.deepcopy(optimizer.state_dict()), saved[-2]
 
     def attempt(self, draw: random.Random) -> Outcome:
-        optimizer, held, good = draw.choice(self._cases)
+        optimizer, model, held, good = draw.choice(self._cases)
+        weights = copy.deepcopy(model.state_dict())
         try:
             optimizer.load_state_dict(mutated(good, draw))
         except CheckpointError:
             check_same(optimizer.state_dict(), held)
             return REFUSED
         try:
+            optimizer.zero_grad()
+            backward(model, 4)
             optimizer.step()
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         finally:
+            model.load_state_dict(weights)
             optimizer.load_state_dict(copy.deepcopy(held))
             for group, before in zip(optimizer.param_groups, held["param_groups"]):
                 for key in group.keys() - before.keys():  # unknown keys belong to others, and stay

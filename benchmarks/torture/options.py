@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import baoc
-from baoc import BAOC, EffectPlanner, PaperPlanner
-from benchmarks.torture.training import backward, make_model
+from baoc import BAOC, EffectPlanner, PaperPlanner, release_gradients
+from benchmarks.torture.training import LOW_BITS, loss_of, make_model
 from benchmarks.torture.trials import tried
 
 KINDS: dict[str, Callable[[Any], Any]] = {
@@ -71,7 +71,8 @@ PAPER: dict[str, Any] = {
     "replan_every": 2,
     "time": 2.0,
 }
-GROUPS: dict[str, dict[str, Any]] = {"optimizer": OWN, "effects": EFFECTS, "paper": PAPER}
+TOTAL: dict[str, Any] = {"total_memory": 400_000, "activations": 8192, "gradients": 1, "max_norm": 1.0}
+GROUPS: dict[str, dict[str, Any]] = {"optimizer": OWN, "effects": EFFECTS, "paper": PAPER, "total": TOTAL}
 _REFUSALS = (TypeError, ValueError)  # PlanError and ConfigurationError are ValueErrors
 
 
@@ -80,6 +81,12 @@ def _optimizer(group: str, name: str, value: Any, model: torch.nn.Module) -> BAO
         return BAOC(model, memory=0.6, planner=EffectPlanner(**{name: value}), verbose=False)
     if group == "paper":
         return BAOC(model, memory=0.6, planner=PaperPlanner(**{"warmup": 2, name: value}), verbose=False)
+    if group == "total":
+        optimizer = BAOC(
+            model, **{"total_memory": 400_000, "verbose": False, **({} if name == "max_norm" else {name: value})}
+        )
+        release_gradients(optimizer, value if name == "max_norm" else 1.0)
+        return optimizer
     if name in ("beta1", "beta2"):
         betas = (value, 0.99) if name == "beta1" else (0.9, value)
         return BAOC(model, betas=betas, memory=0.6, verbose=False)
@@ -140,8 +147,11 @@ def other_defaults(planner: str, draw: random.Random) -> str:
     """Train, save, load and change the budget with other defaults of torch; compare with a run without."""
     memory, steps = draw.choice((0.3, 0.5, 0.7)), draw.randrange(1, 5)
     dtype, device = draw.choice(DTYPES), draw.choice(DEVICES)
-    weights = draw.choice((torch.float32, torch.bfloat16))
+    weights = draw.choice((torch.float32, torch.bfloat16, torch.float16))
     kernel = draw.choice(("auto", "eager"))
+    reads_gradients = "paper" in planner
+    has_low_bits = weights is not torch.float32 and not reads_gradients and draw.random() < 0.5
+    releases = not reads_gradients and draw.random() < 0.5
 
     def outcome(under: Callable[[], Any]) -> str:
         model, resumed = make_model(weights), make_model(weights)
@@ -150,6 +160,11 @@ def other_defaults(planner: str, draw: random.Random) -> str:
                 BAOC(each, memory=memory, planner=PLANNERS[planner](), kernel=kernel, verbose=False)
                 for each in (model, resumed)
             )
+            for each in (first, second):
+                if has_low_bits:
+                    each.set_plan(LOW_BITS)
+                if releases:
+                    release_gradients(each)
         _train(model, first, range(steps), under)
         with under():
             resumed.load_state_dict(model.state_dict())
@@ -167,10 +182,11 @@ def other_defaults(planner: str, draw: random.Random) -> str:
 def _train(
     model: torch.nn.Module, optimizer: BAOC, steps: range, under: Callable[[], Any] = contextlib.nullcontext
 ) -> None:
-    """Make steps; only the step itself runs under other defaults, which would change the model and its data."""
+    """Make steps; only updates run under other defaults, which would change the model and its data."""
     for step in steps:
-        backward(model, step)
+        loss = loss_of(model, step)
         with under():
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         optimizer.zero_grad()
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from baoc import BAOC, EffectPlanner, PaperPlanner
+from baoc import BAOC, EffectPlanner, PaperPlanner, release_gradients
 from baoc.core.files import replaced
 from baoc.planners.base import Planner
 
@@ -30,13 +30,20 @@ class Scenario:
     memory: float = 0.5
     dtype: torch.dtype = torch.float32
     ranks: int = 1
+    plan: str = ""
+    """Set at the start, instead of the planner's."""
+    releases: bool = False
 
 
+LOW_BITS = "adamw[m=int8,v=factored,w=8]"
 SCENARIOS = {
     "effects": Scenario(EffectPlanner()),
     "effects, replan": Scenario(EffectPlanner(replan_every=4)),
     "paper": Scenario(PaperPlanner(warmup=100, stable_within=100.0), memory=0.6),
     "paper, bf16": Scenario(PaperPlanner(warmup=5, replan_every=6), memory=0.6, dtype=torch.bfloat16),
+    "low bits": Scenario(EffectPlanner(), memory=0.6, dtype=torch.bfloat16, plan=LOW_BITS),
+    "low bits, released": Scenario(EffectPlanner(), memory=0.6, dtype=torch.float16, plan=LOW_BITS, releases=True),
+    "released": Scenario(EffectPlanner(replan_every=4), releases=True),
     "2 ranks": Scenario(PaperPlanner(warmup=5, replan_every=4), memory=0.6, ranks=2),
 }
 
@@ -48,10 +55,15 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Embedding(4 * WORDS, WIDTH), *layers, nn.Linear(WIDTH, 4 * WORDS)).to(dtype)
 
 
-def backward(model: nn.Module, step: int, rank: int = 0) -> None:
-    """Compute the gradients of a step from its number alone, so the data need no state of their own."""
+def loss_of(model: nn.Module, step: int, rank: int = 0) -> torch.Tensor:
+    """Return the loss of a step, which follows from its number alone, so the data need no state of their own."""
     words = torch.randint(4 * WORDS, (WORDS,), generator=torch.Generator().manual_seed(1000 * rank + step))
-    nn.functional.cross_entropy(model(words).float(), 7 * words % (4 * WORDS)).backward()
+    return nn.functional.cross_entropy(model(words).float(), 7 * words % (4 * WORDS))
+
+
+def backward(model: nn.Module, step: int, rank: int = 0) -> None:
+    """Compute the gradients of a step."""
+    loss_of(model, step, rank).backward()  # type: ignore[no-untyped-call]
 
 
 def train(folder: Path, scenario: Scenario, rank: int = 0) -> None:
@@ -64,6 +76,10 @@ def train(folder: Path, scenario: Scenario, rank: int = 0) -> None:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=scenario.ranks)
         model = DistributedDataParallel(core)
     optimizer = BAOC(core, lr=3e-3, memory=scenario.memory, planner=scenario.planner)
+    if scenario.plan:
+        optimizer.set_plan(scenario.plan)
+    if scenario.releases:
+        release_gradients(optimizer)
     path = folder / "run.pt"
     step = 0
     if path.exists():

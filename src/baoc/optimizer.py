@@ -129,9 +129,10 @@ class BAOC(BlockOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         self._setup(params, defaults, {}, kernel=kernel, on_nonfinite=on_nonfinite, peers=self._peers)
         if total_memory is not None:
-            self._total = Total(total_memory, self._tensors(params), activations, gradients)
-            left = self._total.memory(is_sharded=bool(self._current_members().ranks))
-            self._requested = self._settings = self._settings.changed(memory=left)
+            everything = params.parameters() if isinstance(params, nn.Module) else ()
+            frozen = sum(local(param).nbytes for param in everything if not param.requires_grad)
+            self._total = Total(total_memory, self._tensors(frozen), activations, gradients)
+            self._requested = self._settings = self._settings.changed(memory=self._left)
         self._facts = ModelFacts.of(params if isinstance(params, nn.Module) else self._params())
         self._session = self._settings.planner.start(self._params(), self._model())
         self._install(self._starting_plan(), inherit=False)
@@ -318,12 +319,14 @@ class BAOC(BlockOptimizer):
             checkpoint.reserve(self.param_groups, checkpoint.PLANNER)
             return
         kept = ("_plan", "_names", "_facts", "_session", "_plan_given", "_is_planned", "_is_ready")
+        kept += ("_total", "_settings")
         before, count = {name: self.__dict__[name] for name in kept}, len(self.param_groups)
         joined: Plan | None = None
         try:
             self._is_planned = False  # allocates nothing until all parameters have a plan
             new = self._join_group(param_group)
             joined = self._plan
+            self._count_new_tensors()
             is_planned = is_planned and not (self._settings.planner.reads_gradients and self._steps)
             if is_planned:
                 self._plan_for(new)
@@ -414,9 +417,22 @@ class BAOC(BlockOptimizer):
         """With ``total_memory``: bytes per parameter of weights, gradients and state, what each saves, and advice."""
         return "" if self._total is None else self._total.table(self.plan)
 
-    def _tensors(self, params: nn.Module | Iterable[Any]) -> Tensors:
-        everything = params.parameters() if isinstance(params, nn.Module) else ()
-        frozen = sum(local(param).nbytes for param in everything if not param.requires_grad)
+    @property
+    def _left(self) -> str:
+        """What a total budget leaves for state."""
+        assert self._total is not None
+        return self._total.memory(is_sharded=bool(self._current_members().ranks))
+
+    def _count_new_tensors(self) -> None:
+        """Let weights and gradients of another group count in a total budget."""
+        if self._total is None:
+            return
+        before, tensors = self._left, self._total.tensors
+        self._total = dataclasses.replace(self._total, tensors=self._tensors(tensors.frozen))
+        if self._settings.budget.memory == before:  # replan(memory=...) may have set another one
+            self._settings = self._settings.changed(memory=self._left)
+
+    def _tensors(self, frozen: int) -> Tensors:
         dtypes = {member.name: member.param.dtype for member in self.members()}
         return Tensors.of(self._shapes(), dtypes, self._rows_per_rank(), frozen)
 

@@ -31,7 +31,7 @@ def test_killed_runs_end_as_if_they_were_not():
 
 @pytest.mark.parametrize("action", interrupt.ACTIONS)
 def test_an_interrupted_action_leaves_a_usable_optimizer(action):
-    found = interrupt.run(2 * len(interrupt.PLANNERS), seed=0, names=[action])
+    found = interrupt.run(2 * len(interrupt.KINDS), seed=0, names=[action])
     assert found["findings"] == [] and found["lines"]
 
 
@@ -79,5 +79,5 @@ def test_an_optimizer_that_loses_its_state_is_found(monkeypatch):
     """The checks can fail."""
     broken = interrupt.Action(lambda run: None, lambda run, _: run.optimizer.state.clear())
     monkeypatch.setitem(interrupt.ACTIONS, "broken", broken)
-    monkeypatch.setattr(interrupt, "PLANNERS", {"effects": interrupt.PLANNERS["effects"]})
+    monkeypatch.setattr(interrupt, "KINDS", {"effects": interrupt.KINDS["effects"]})
     assert interrupt.run(1, names=["broken"])["findings"]

@@ -98,7 +98,6 @@ def test_elements_with_rare_gradients_move_as_far_without_a_second_moment_of_the
     configuration, exact, every, kernel
 ):
     """Rounded toward zero at rest beside elements that keep up the scale of a group, int4 moved 0.63 to 0.75 of it."""
-
     assert share_with_rare_elements(configuration, exact, every, kernel) == pytest.approx(1.0, abs=0.05)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
-from baoc import BAOC, BlockOptimizer, Configuration, PaperPlanner, PlanError, release_gradients
+from baoc import BAOC, BlockOptimizer, CheckpointError, Configuration, PaperPlanner, PlanError, release_gradients
 from baoc.core.spec import Reach
 from tests.cases import by_configuration
 from tests.memory import PeakMemory
@@ -166,6 +167,59 @@ def test_a_second_backward_pass_is_refused() -> None:
         loss_of(model, 0).backward()
         with pytest.raises(RuntimeError, match=r"'3.\w+' has a second gradient .*hold\(\)"):
             loss_of(model, 0).backward()
+
+
+def test_a_backward_pass_that_failed_can_be_left_behind() -> None:
+    """As loops do that skip a batch for which there is no memory."""
+    model = small_model()
+    optimizer = BlockOptimizer(model, lr=1e-2, plan="adamw-8")
+    release_gradients(optimizer)
+    released(model, optimizer, 2)
+    first = next(model.parameters())
+    handle = first.register_hook(_out_of_memory)  # the last gradient: all others were taken
+    with pytest.raises(MemoryError):
+        loss_of(model, 2).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    released(model, optimizer, 2, first=2)
+    assert all(param.grad is None and bool(param.isfinite().all()) for param in model.parameters())
+
+
+def _out_of_memory(grad: Tensor) -> None:
+    raise MemoryError
+
+
+def test_backward_passes_of_several_threads_make_one_step() -> None:
+    """As on several devices, each of which has a thread of autograd."""
+    models = [small_model() for _ in range(4)]
+    alone = copy.deepcopy(models)
+    for each, in_threads in ((models, True), (alone, False)):
+        optimizer = BlockOptimizer(nn.ModuleList(each), lr=1e-2, plan="adamw-8", kernel="eager")
+        release_gradients(optimizer, None)
+        for step in range(5):
+            losses = [loss_of(model, step) for model in each]
+            with ThreadPoolExecutor(len(each) if in_threads else 1) as pool:
+                list(pool.map(torch.Tensor.backward, losses))
+            optimizer.step()
+        assert optimizer._steps == 5
+    for one, other in zip(models, alone):
+        assert same(one, other)
+
+
+@pytest.mark.parametrize("text", ["x", "{}", "[null]", "3", "[-1.0]", "[NaN]", "[1e300]", 5, [1.0]], ids=str)
+def test_damaged_norms_are_refused_and_change_nothing(text: object) -> None:
+    model = small_model()
+    optimizer = BlockOptimizer(model, lr=1e-2, plan="adamw-8")
+    release_gradients(optimizer)
+    released(model, optimizer, 2)
+    norm = optimizer._release.norm
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["gradient_norms"] = text
+    with pytest.raises(CheckpointError):
+        optimizer.load_state_dict(saved)
+    assert optimizer._release.norm == norm
+    released(model, optimizer, 1, first=2)
+    assert all(bool(param.isfinite().all()) for param in model.parameters())
 
 
 def test_removing_it_gives_ordinary_steps() -> None:

@@ -95,6 +95,19 @@ def test_a_checkpoint_and_a_copy_keep_the_budget() -> None:
     release_gradients(optimizer)
 
 
+def test_parameters_that_join_later_count() -> None:
+    model, extra = model_of(), nn.Parameter(torch.randn(512, 512))
+    optimizer = build(model, total_memory="20MiB")
+    optimizer.add_param_group({"params": [("extra", extra)]})
+    weights = sum(param.nbytes for param in (*model.parameters(), extra))
+    assert 2 * weights + optimizer.plan.state_bytes <= 20 * MIB
+    assert optimizer._total is not None and optimizer._total.tensors.weights == weights
+    said = optimizer.total
+    with pytest.raises(PlanError, match="no room for the parameters of another group"):
+        optimizer.add_param_group({"params": [("large", nn.Parameter(torch.randn(2048, 2048)))]})
+    assert optimizer.total == said
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -103,8 +116,11 @@ def test_a_checkpoint_and_a_copy_keep_the_budget() -> None:
         ({"total_memory": "64MiB", "memory": 0.5}, "are both given"),
         ({"total_memory": 0.5}, "must be a size"),
         ({"total_memory": "50%"}, "must be a size"),
+        ({"total_memory": -1}, "must be a size.*got -1"),
+        ({"total_memory": 10**5000}, "must be a size.*got an integer of more than 30 digits"),
+        ({"total_memory": "64MiB", "activations": 5}, "activations must be a size"),
         ({"total_memory": "64MiB", "gradients": "drop"}, "'keep' or 'release'"),
-        ({"total_memory": "64MiB", "activations": "some"}, "for activations"),
+        ({"total_memory": "64MiB", "activations": "some"}, "activations must be a size"),
         ({"activations": "1GiB"}, "are for total_memory="),
     ],
 )

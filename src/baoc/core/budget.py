@@ -48,7 +48,7 @@ def memory_budget(memory: float | int | str, reference_bytes: int, name: str = "
     if memory != memory or memory in (math.inf, -math.inf):
         raise PlanError(f"{name} must be finite, got {memory!r}. Write a share like 0.5 or a size like '1GiB'.")
     if memory < 0:
-        raise PlanError(f"{name} must be non-negative, got {_shown(memory)}.")
+        raise PlanError(f"{name} must be non-negative, got {shown(memory)}.")
     if isinstance(memory, int):
         if 0 < memory < _LEAST_BYTES:
             raise PlanError(_ambiguous(memory, name))
@@ -81,7 +81,7 @@ def _from_text(memory: str, reference_bytes: int, name: str) -> int:
     match = _SIZE.fullmatch(_PER_RANK.sub("", memory.strip()))
     if match is None:
         raise PlanError(
-            f"cannot read the budget {_shown(memory)} for {name}. Write a size like '1.5GiB', or a share like '50%' or "
+            f"cannot read the budget {shown(memory)} for {name}. Write a size like '1.5GiB', or a share like '50%' or "
             "0.5."
         )
     number, unit = float(match[1]), match[2]
@@ -92,7 +92,7 @@ def _from_text(memory: str, reference_bytes: int, name: str) -> int:
 
 def _counted(nbytes: float, memory: object, name: str) -> int:
     if not nbytes <= _MOST_BYTES:
-        raise PlanError(f"{name} is too large, got {_shown(memory)}. A budget is at most 2**62 bytes.")
+        raise PlanError(f"{name} is too large, got {shown(memory)}. A budget is at most 2**62 bytes.")
     return int(nbytes)
 
 
@@ -112,7 +112,7 @@ def _percent(number: float) -> float:
     return float(f"{number / 100:g}")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Return a value for an error, in one line of moderate length. Python refuses to print integers beyond it."""
     if isinstance(value, int):
         return str(value) if abs(value) < 10**30 else "an integer of more than 30 digits"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ NORMS = "gradient_norms"
 """The same for what released gradients remember of the last step."""
 CARRIED = (PLAN, PLANNER, NORMS)
 _WRAPPERS = ("module.", "model.")
+_MOST = torch.finfo(torch.float32).max
 
 
 class CheckpointError(ValueError):
@@ -126,6 +128,7 @@ def _prepare(
     _check_groups(saved, current)
     saved_plan = _read_plan(saved)
     planner, norms = (next(filter(None, [group.pop(key, "") for group in saved]), "") for key in (PLANNER, NORMS))
+    _check_norms(norms)
     keys = [key for group in saved for key in group["params"]]
     state = state_dict["state"]
     loaded = [{**own, **group, **_who(own)} for group, own in zip(saved, current)]
@@ -250,6 +253,13 @@ def _blocks(saved: Sequence[Group], plan: Plan | None) -> list[Block | None]:
             "it is damaged."
         )
     return [plan.block_of(position) for position in positions]
+
+
+def _check_norms(text: str) -> None:
+    norms = json.loads(text) if text else []
+    known = isinstance(norms, list) and all(isinstance(norm, float) and 0.0 <= norm <= _MOST for norm in norms)
+    if not known:
+        raise CheckpointError("the checkpoint's gradient norms are not finite numbers >= 0: it is damaged.")
 
 
 def _must_have_state(member: Member, theirs: Block | None) -> bool:

@@ -31,7 +31,7 @@ from baoc.optim import groups
 from baoc.optim.groups import Member
 from baoc.optim.kernels.eager import TILE_NUMEL
 from baoc.optim.kernels.update import row_tiles
-from baoc.optim.state import ParamState, ages_of, new_age, new_slot, new_state, put_aside, set_age
+from baoc.optim.state import ParamState, ages_of, new_age, new_slot, put_aside, set_age
 
 logger = logging.getLogger("baoc")
 SIDE_BY_SIDE = 16 << 20

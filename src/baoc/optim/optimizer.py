@@ -216,6 +216,16 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._steps += 1
         return True
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. If gradients are released, it also forgets a step whose backward pass failed on the way.
+
+        Args:
+            set_to_none: free gradients instead of setting them to zero.
+        """
+        if self._release is not None:
+            self._release.abandon()
+        super().zero_grad(set_to_none)
+
     def _begin(self) -> None:
         """For subclasses: get ready for a step, before its first update."""
 

@@ -14,6 +14,8 @@ import contextlib
 import gc
 import json
 import math
+import numbers
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -105,15 +107,14 @@ class ReleasedGradients:
     def __init__(self, optimizer: BlockOptimizer, max_norm: float | None, mode: str) -> None:
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}.")
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm must be a positive number, or None to clip nothing, got {max_norm!r}.")
-        self._optimizer, self._max_norm, self._mode = optimizer, max_norm, mode
+        self._optimizer, self._max_norm, self._mode = optimizer, _checked(max_norm), mode
         self._refuse()
         self._handles: dict[int, Any] = {}
         self._norms: Tensor | None = None  # (tensors,), fp32: those of the last step
         self._others: Tensor | None = None  # (tensors,), fp64: for each tensor, the sum of the others' squares
         self._held = self._measuring = self._has_begun = False
         self._step: _Step | None = None
+        self._lock = threading.RLock()  # autograd has a thread for each device
         optimizer._release = self
         checkpoint.reserve(optimizer.param_groups, checkpoint.NORMS)
         self.load(optimizer._saved_norms)
@@ -196,11 +197,13 @@ class ReleasedGradients:
 
     # ---- in the backward pass ----
 
-    @torch.no_grad()
     def _receive(self, param: Tensor) -> None:
         """Measure the gradient of a parameter, or update the parameter with it, and free it. A hook of autograd."""
-        if self._held:
-            return
+        if not self._held:
+            with self._lock, torch.no_grad():
+                self._use(param)
+
+    def _use(self, param: Tensor) -> None:
         step = self._begin()
         index = step.index.get(id(param))
         if index is None:  # it has left the optimizer
@@ -239,7 +242,8 @@ class ReleasedGradients:
             raise RuntimeError(
                 f"parameter {member.name!r} has a second gradient before optimizer.step(), but was updated with the "
                 "first. Call step() after each backward pass; for several micro-batches use release.hold(), and for "
-                "several losses one backward pass for their sum. Reentrant activation checkpointing computes the "
+                "several losses one backward pass for their sum. After a backward pass that was interrupted or out of "
+                "memory, call optimizer.zero_grad() first. Reentrant activation checkpointing computes the "
                 "gradient of a shared parameter in parts: use checkpoint(..., use_reentrant=False)."
             )
         job = self._job(member)
@@ -278,6 +282,10 @@ class ReleasedGradients:
         return next(iter(jobs.values()))[0]
 
     # ---- after it ----
+
+    def abandon(self) -> None:
+        """Forget a step that was not finished, in ``optimizer.zero_grad()``: its backward pass failed on the way."""
+        self._step = None
 
     def _measured(self, step: _Step) -> None:
         """Turn the norms of a first pass into the factor of the second."""
@@ -388,6 +396,17 @@ class ReleasedGradients:
                 "Shard the model with fully_shard first, or keep gradients."
             )
         _refuse_scaler()
+
+
+def _checked(max_norm: Any) -> float | None:
+    """Return a norm as a plain number."""
+    if max_norm is None:
+        return None
+    if isinstance(max_norm, numbers.Real) and not isinstance(max_norm, bool):
+        with contextlib.suppress(OverflowError):  # an integer beyond all floats
+            if float(max_norm) > 0:
+                return float(max_norm)
+    raise ValueError(f"max_norm must be a positive number, or None to clip nothing, got {max_norm!r:.80}.")
 
 
 def _refuse_scaler() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from baoc.core.budget import is_per_rank, memory_budget
+from baoc.core.budget import is_per_rank, memory_budget, shown
 from baoc.core.plan import Plan, PlanError
 from baoc.core.spec import LOW_PRECISION, WEIGHT, Shape
 from baoc.core.text import human_bytes, table
@@ -31,6 +31,11 @@ class Tensors:
     weights: int  # bytes, frozen parameters included
     gradients: int  # bytes
     largest: int  # bytes of the largest gradient
+
+    @property
+    def frozen(self) -> int:
+        """Bytes of weights that are not trained."""
+        return self.weights - self.gradients
 
     @classmethod
     def of(
@@ -179,4 +184,10 @@ def _size(value: Any, name: str) -> int:
     """Return a size in bytes; shares of AdamW16's state make no sense here."""
     if isinstance(value, float) or (isinstance(value, str) and ("%" in value or is_per_rank(value))):
         raise PlanError(f"{name} must be a size on each rank, such as '20GiB', or bytes; got {value!r}.")
-    return memory_budget(value, 0, name)
+    try:
+        return memory_budget(value, 0, name)
+    except PlanError as error:  # which would advise a share
+        raise PlanError(
+            f"{name} must be a size on each rank, such as '20GiB', or bytes, an int of 4096 to 2**62 (0 for none); "
+            f"got {shown(value)}."
+        ) from error

@@ -95,6 +95,8 @@ class Run:
         self.reference = Plan.uniform("adamw-16", _shapes(self.model)).state_bytes
         self.budget = int(SHARE * self.reference)
         self.optimizer = self._optimizer(self.model)
+        if self.kind.low_bits:
+            self.optimizer.set_plan(LOW_BITS)
         self.steps = 0
         for _ in range(steps):
             self.step()
@@ -114,8 +116,6 @@ class Run:
 
     def _optimizer(self, model: nn.Module) -> BAOC:
         optimizer = BAOC(model, lr=1e-3, memory=self.budget, planner=self.planner, verbose=False)
-        if self.kind.low_bits:
-            optimizer.set_plan(LOW_BITS)
         if self.kind.releases:
             release_gradients(optimizer)
         return optimizer

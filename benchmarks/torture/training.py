@@ -76,12 +76,12 @@ def train(folder: Path, scenario: Scenario, rank: int = 0) -> None:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=scenario.ranks)
         model = DistributedDataParallel(core)
     optimizer = BAOC(core, lr=3e-3, memory=scenario.memory, planner=scenario.planner)
-    if scenario.plan:
-        optimizer.set_plan(scenario.plan)
     if scenario.releases:
         release_gradients(optimizer)
     path = folder / "run.pt"
     step = 0
+    if scenario.plan and not path.exists():
+        optimizer.set_plan(scenario.plan)
     if path.exists():
         saved = torch.load(path, weights_only=True)
         core.load_state_dict(saved["model"])

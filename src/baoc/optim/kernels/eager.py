@@ -1,10 +1,10 @@
 """The reference kernel: plain torch operations, one tile of rows at a time, and whole matrices in batches.
 
 A tile bounds the temporaries: no fp32 copy of a whole low-precision state is ever made. Rows that are longer than a
-tile are cut, but for update rules and codecs that need sums over a row, which for a stack is a matrix. Updates that need whole
-matrices hold the directions of one batch of them: equal shapes are finished together, which is what matrix products
-like. A batch and all that is made of it on the way has at most ``BATCH_NUMEL`` elements, or is one matrix. A larger
-stack of matrices is cut. ``Plan.workspace_bytes`` counts on that.
+tile are cut, but for update rules and codecs that need sums over a row, which for a stack is a matrix. Updates that
+need whole matrices hold the directions of one batch of them: equal shapes are finished together, which is what matrix
+products like. A batch and all that is made of it on the way has at most ``BATCH_NUMEL`` elements, or is one matrix. A
+larger stack of matrices is cut. ``Plan.workspace_bytes`` counts on that.
 """
 
 from __future__ import annotations

@@ -224,6 +224,16 @@ def test_lion_is_lion():
     torch.testing.assert_close(param.detach(), expected)
 
 
+def test_a_limit_beyond_all_fixed_width_integers_is_no_limit():
+    """A damaged checkpoint had one, and the step raised an OverflowError."""
+    ends = []
+    for limit in (1e30, 10**30):
+        param = nn.Parameter(torch.ones(70, 80))
+        train(BlockOptimizer([param], plan="muon-8", max_update_rms=limit), param, gradients((70, 80), 2))
+        ends.append(param.detach())
+    assert torch.equal(*ends)
+
+
 def test_a_batch_needs_no_more_than_it_may():
     layout = parse("muon-32").layout((512, 768))
     jobs = []

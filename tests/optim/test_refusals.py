@@ -53,6 +53,7 @@ BAD_SETTINGS = [
     ({"clip_threshold": 0.5}, "invalid clip_threshold: 0.5"),
     ({"adafactor_eps": (-1.0, 1e-3)}, "invalid adafactor_eps"),
     ({"update_rms": 0.0}, "invalid update_rms: 0.0"),
+    ({"update_rms": 10**400}, "invalid update_rms: an integer of 1329 bits"),
     ({"nesterov_momentum": 1.0}, "invalid nesterov_momentum: 1.0"),
     ({"newton_schulz": (3.4445, -4.775, 2.0315)}, "invalid newton_schulz.*triples"),
     ({"newton_schulz": ()}, "invalid newton_schulz"),

@@ -419,7 +419,7 @@ def _in_range(value: Any, test: Any) -> bool:
 
 def _accepts(test: Any, value: Any) -> bool:
     try:
-        return bool(test(value))
+        return bool(test(value)) and (not isinstance(value, int) or math.isfinite(float(value)))
     except (TypeError, ValueError, OverflowError):  # not a number, or not a pair of them
         return False
 

@@ -219,7 +219,7 @@ class Muon(Spectral):
             "s.keep": hyper.beta2,
             "s.add": 1.0 - hyper.beta2,
             "length": UPDATE_RMS.of(hyper) / _rms_of_noise(keep, hyper) * math.sqrt(s_mass) / mass,
-            "max_length": MAX_UPDATE_RMS.of(hyper),
+            "max_length": float(MAX_UPDATE_RMS.of(hyper)),
         }
 
     def observe(self, slot: str, grad: Tensor) -> Tensor:

@@ -318,8 +318,17 @@ class BAOC(BlockOptimizer):
             self._names += new if is_planned else []
             checkpoint.reserve(self.param_groups, checkpoint.PLANNER)
             return
-        kept = ("_plan", "_names", "_facts", "_session", "_plan_given", "_is_planned", "_is_ready")
-        kept += ("_total", "_settings")
+        kept = (
+            "_plan",
+            "_names",
+            "_facts",
+            "_session",
+            "_settings",
+            "_total",
+            "_plan_given",
+            "_is_planned",
+            "_is_ready",
+        )
         before, count = {name: self.__dict__[name] for name in kept}, len(self.param_groups)
         joined: Plan | None = None
         try:

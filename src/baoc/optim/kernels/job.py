@@ -133,7 +133,7 @@ def stretches_of(job: Job, most: int) -> Iterator[tuple[Job, Cut]]:
                 held[key] = _stretch(job.held[key], row, ends[key], buffer.shape)
                 ends[key] += math.prod(buffer.shape)
             first = (job.place.first_row + row) * numel + start
-            phases = {name: phase_at(phase, first) for name, phase in job.phases.items()}
+            phases = {name: phase_at(int(phase), first) for name, phase in job.phases.items()}
             part = job._replace(layout=layout, param=cut(job.param), grad=cut(job.grad), held=held, phases=phases)
             yield part._replace(place=WHOLE, memo=None), cut
             start += math.prod(shape)

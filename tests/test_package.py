@@ -38,7 +38,7 @@ LAYERS = {
         *("torch_state", "checkpoint", "optimizer", "release"),
     ],
     "planners": [
-        *("model_facts", "base", "total", "patterns", "cost", "placement", "lr_multipliers"),
+        *("model_facts", "base", "total", "patterns", "cost", "placement", "lr_multipliers", "trust"),
         *("effect_table", "simplify", "effect_problem", "effects", "paper"),
     ],
     "planners/paper": [

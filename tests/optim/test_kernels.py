@@ -41,18 +41,18 @@ def test_tiles_do_not_change_the_result(configuration, monkeypatch):
         assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "cols"), [(torch.float32, 83), (torch.bfloat16, 77)], ids=str)
 @pytest.mark.parametrize(**by_configuration)
-def test_long_rows_are_cut_and_end_with_the_same_bits(configuration, dtype, monkeypatch):
+def test_long_rows_are_cut_and_end_with_the_same_bits(configuration, dtype, cols, monkeypatch):
     """The rows of a stack are matrices, so a tile of whole rows was no bound."""
     configuration, results = configuration.with_weight("8" if dtype is torch.bfloat16 else None), []
-    for tile_numel in (1 << 16, 600):  # a row is cut into 6 x 512 elements and a rest
+    for tile_numel in (1 << 16, 600):  # a row is cut into 5 x 512 elements and a rest of 760 or 520
         monkeypatch.setattr(eager, "TILE_NUMEL", tile_numel)
-        param = nn.Parameter(torch.ones(3, 40, 83, dtype=dtype))
+        param = nn.Parameter(torch.ones(3, 40, cols, dtype=dtype))
         optimizer = BlockOptimizer([param], plan=configuration, kernel="eager", weight_decay=0.1)
         train(optimizer, param, (grad.to(dtype) for grad in gradients(param.shape, 3)))
         results.append([param.detach(), *(x for x in optimizer.state[param].values() if torch.is_tensor(x))])
-    stored = configuration.layout((3, 40, 83)).formats
+    stored = configuration.layout((3, 40, cols)).formats
     has_sums = configuration.mechanism.reach is Reach.SUMS or any(each.reach is Reach.SUMS for each in stored)
     for whole, cut in zip(*results, strict=True):
         if has_sums:  # over tiles of another height

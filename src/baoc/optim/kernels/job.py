@@ -121,7 +121,9 @@ def stretches_of(job: Job, most: int) -> Iterator[tuple[Job, Cut]]:
         yield job, whole
         return
     width = max(1, most // INT8_GROUP) * INT8_GROUP  # ends with a group of every format
-    shapes = [shape for shape in ((numel // width, width), (1, numel % width)) if math.prod(shape)]
+    rest = numel % width
+    rest += width if 0 < rest < INT8_GROUP else 0  # a format may make groups of short rows smaller
+    shapes = [shape for shape in ((numel // width - rest // width, width), (1, rest)) if math.prod(shape)]
     layouts = [_layout_as(job.layout, shape, stored) for shape in shapes]
     for row in range(job.param.shape[0]):
         start = 0

@@ -20,15 +20,14 @@ _MARKERS = ("s", "^", "v", "D", "o", "P", "X")
 
 
 def draw(results: Mapping[str, Sequence[Line]], path: Path) -> None:
-    """Draw baoc and its peers in plots with the same axes, and one legend. The tables have single configurations too."""
+    """Draw baoc and its peers in plots with the same axes and one legend. The tables have single configurations too."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-    peers = [
-        name for name in (REFERENCE, *PEERS) if any(line.method == name for one in results.values() for line in one)
-    ]
-    looks = {name: (name, colour, marker) for name, colour, marker in zip(peers, _COLOURS, _MARKERS)}
+    labels = {line.method: line.label.strip("`") for lines in results.values() for line in lines}
+    peers = [name for name in (REFERENCE, *PEERS) if name in labels]
+    looks = {name: (labels[name], colour, marker) for name, colour, marker in zip(peers, _COLOURS, _MARKERS)}
     down = max(1, math.ceil((len(results) + 1) / _ACROSS))
     figure: Any = Figure(figsize=(_WIDTH, _HEIGHT * down), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

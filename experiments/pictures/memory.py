@@ -77,6 +77,6 @@ def _bar(axes: Any, y: int, row: Bar) -> None:
             dark = part != "gradients"
             axes.text(at + width / 2, y, part, ha="center", va="center", size=9, color=GROUND if dark else INK)
         at += width
-    text = f"{human_bytes(sum(row.parts.values()))}, {row.per_parameter:.1f} bytes per parameter"
+    text = f"{human_bytes(sum(row.parts.values()))}, {row.per_parameter:.1f} B/param"
     ground = {"facecolor": GROUND, "edgecolor": "none", "pad": 1.5}
     axes.text(at + 0.8, y, text, va="center", size=9, color=MUTED, bbox=ground)

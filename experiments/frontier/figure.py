@@ -9,81 +9,71 @@ from typing import Any
 
 from experiments.frontier.catalog import PEERS
 from experiments.frontier.lines import Line, budgeted
-from experiments.runs.figures import Point, place_labels
 from experiments.runs.summary import REFERENCE
 
-_WIDTH, _HEIGHT, _ACROSS = 16.0, 3.6, 4  # inches of a page and of a row; plots in a row
-_FEWEST = 0.005  # bytes per parameter; where all matrices are without state, vectors hold about as much
-_WORST = 8.0  # percent above AdamW32; what is worse is shown at the edge
+_WIDTH, _HEIGHT, _ACROSS = 11.0, 2.9, 4  # inches of a page and of a row; plots in a row
+_FEWEST = 0.04  # bytes per parameter; where all matrices are without state, vectors hold about as much
+_WORST = 8.0  # percent above AdamW32; what is worse is shown at the edge, with an arrow
+_OURS = ("baoc default", "#D55E00", "*")
+_COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#666666")  # Okabe and Ito's, for peers
+_MARKERS = ("s", "^", "v", "D", "o", "P", "X")
 
 
 def draw(results: Mapping[str, Sequence[Line]], path: Path) -> None:
-    """Lines by workload."""
+    """Draw baoc and its peers in plots with the same axes and one legend. The tables have single configurations too."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-
-    down = max(1, math.ceil(len(results) / _ACROSS))
-    figure: Any = Figure(figsize=(_WIDTH, _HEIGHT * down), layout="constrained")
-    FigureCanvasAgg(figure)
-    named: list[tuple[Any, list[Point]]] = []
-    for axes, (workload, lines) in zip(figure.subplots(down, _ACROSS, squeeze=False).flat, results.items()):
-        axes.set_title(workload)
-        named.append((axes, _plot(axes, lines)))
-    for axes in list(figure.axes)[len(results) :]:
-        axes.set_axis_off()
-    figure.canvas.draw()  # where things are is known once the layout is
-    for axes, points in named:
-        place_labels(axes, points, size=6)
-    figure.savefig(path, dpi=150)
-
-
-def _plot(axes: Any, lines: Sequence[Line]) -> list[Point]:
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-    axes.axhline(0.0, color="gray", linewidth=0.8, linestyle=":")
-    ours = list(budgeted(lines).values())
-    points = []
+    labels = {line.method: line.label.strip("`") for lines in results.values() for line in lines}
+    peers = [name for name in (REFERENCE, *PEERS) if name in labels]
+    looks = {name: (labels[name], colour, marker) for name, colour, marker in zip(peers, _COLOURS, _MARKERS)}
+    down = max(1, math.ceil((len(results) + 1) / _ACROSS))
+    figure: Any = Figure(figsize=(_WIDTH, _HEIGHT * down), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(down, _ACROSS, squeeze=False, sharex=True, sharey=True)
+    places = list(grid.flat)
+    for axes, (workload, lines) in zip(places, results.items()):
+        _plot(axes, lines, looks)
+        axes.set_title(workload, size=10, loc="left", weight="bold")
+        axes.label_outer()
+    first = places[0]
+    first.set_xscale("log")
+    first.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    first.xaxis.set_minor_formatter(NullFormatter())
+    first.set_ylim(top=_WORST + 1.5)
+    figure.supxlabel("optimizer state, bytes per parameter", size=10)
+    figure.supylabel("test loss against AdamW32's, %", size=10)
+    for axes in places[len(results) :]:
+        axes.set_axis_off()
+    _legend(places[len(results)], [_OURS, *looks.values()])
+    for axes in places[max(0, len(results) - _ACROSS) : len(results)]:
+        axes.tick_params(labelbottom=True)  # the lowest plot of its column
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
+def _plot(axes: Any, lines: Sequence[Line], looks: Mapping[str, tuple[str, str, str]]) -> None:
+    axes.axhline(0.0, color="#1c1f24", linewidth=0.9)
+    axes.grid(color="#dfe1e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
     for line in lines:
-        if line in ours:
-            continue
-        color, marker = _style(line.method)
-        x, y = _place(line)
-        axes.errorbar([x], [y], yerr=[line.error or 0.0], marker=marker, color=color, capsize=2, markersize=5)
-        points.append((x, y, _short(line.label) + (f" ({line.mean:+.0f}%)" if y < line.mean else "")))
-    if ours:
-        places = sorted((*_place(line), line.error or 0.0) for line in ours)
-        xs, ys, errors = zip(*places)
-        stars = {"marker": "*", "markersize": 10, "color": "tab:orange", "label": "baoc default"}
-        axes.errorbar(xs, ys, yerr=errors, capsize=2, **stars)
-        axes.legend(fontsize="small")
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("optimizer state (bytes per parameter)")
-    axes.set_ylabel("test loss against\nAdamW32's (%)")
-    axes.margins(x=0.1, y=0.12)
-    axes.grid(alpha=0.3)
-    return points
+        if line.method in looks:
+            _point(axes, line, looks[line.method], size=6)
+    for line in budgeted(lines).values():
+        _point(axes, line, _OURS, size=13)
 
 
-def _place(line: Line) -> tuple[float, float]:
-    return max(line.bytes_per_parameter, _FEWEST), min(line.mean, _WORST)
+def _point(axes: Any, line: Line, look: tuple[str, str, str], size: float) -> None:
+    _, colour, marker = look
+    x, y = max(line.bytes_per_parameter, _FEWEST), min(line.mean, _WORST)
+    axes.errorbar([x], [y], yerr=[line.error or 0.0], marker=marker, color=colour, markersize=size, elinewidth=1.2)
+    if y < line.mean:
+        arrow = {"arrowstyle": "-|>", "color": colour}
+        axes.annotate(f"{line.mean:+.0f}%", (x, y + 1.4), (x, y), arrowprops=arrow, ha="center", size=8)
 
 
-def _style(method: str) -> tuple[str, str]:
-    if method in (REFERENCE, *PEERS):
-        return "tab:blue", "s"
-    return ("tab:red", "P") if method.startswith("baoc-paper@") else ("gray", "o")
-
-
-def _short(label: str) -> str:
-    """A method's name without what most have in common.
-
-    >>> _short("`spectral else colnorm else adamw-32`"), _short("`muon-8 else adamw[m=int8,v=factored]`")
-    ('spectral + colnorm', 'muon-8 + adamw[8,factored]')
-    >>> _short("BAOC (paper) 0.5"), _short("baoc default auto")
-    ('paper 0.5', 'auto')
-    """
-    plain = label.strip("`").removesuffix(" else adamw-32").replace(" else ", " + ")
-    plain = plain.replace("BAOC (paper)", "paper").removeprefix("baoc default ")
-    return plain.replace("m=int", "").replace("v=", "")
+def _legend(axes: Any, looks: Sequence[tuple[str, str, str]]) -> None:
+    for name, colour, marker in looks:
+        axes.plot([], [], marker=marker, color=colour, linestyle="none", label=name, markersize=8)
+    axes.legend(loc="center left", frameon=False, fontsize=10)

@@ -8,10 +8,15 @@ from pathlib import Path
 
 from baoc.tools.cli.common import Parser
 from experiments import pictures
-from experiments.pictures import effects, plans, run
+from experiments.pictures import effects, memory, plans, run
 from experiments.runs.figures import can_draw
 
-PICTURES = {"plans.png": plans.draw, "effects.png": effects.draw, "run.png": run.draw}
+PICTURES = {
+    "memory.png": memory.draw,
+    "plans.png": plans.draw,
+    "effects.png": effects.draw,
+    "run.png": run.draw,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from experiments.pictures.style import INK, MUTED, bare, colours, figure
 
 _SHOWN = {Role.MATRIX: "Hidden matrices", Role.EMBEDDING: "Embeddings"}
 _REGIMES = {"scratch": ("from scratch", "o"), "finetune": ("in fine-tuning", "D")}
-_WORST = 9.5  # percent; what is worse is shown at the edge, with its number
+_WORST = 9.5  # percent; what is worse is shown at the edge, with an arrow and its number
 _SHAPE = (1024, 1024)
 
 
@@ -31,7 +31,7 @@ def draw(path: Path) -> None:
                 _row(axes, -y, configuration, role, table, colour[configuration.alias])
             axes.set_title(title)
             axes.set_xlabel("change of the final loss against AdamW32, %\n(left is better)")
-            axes.set_xlim(-11.5, 11.5)
+            axes.set_xlim(_least(table) - 0.7, 12.5)
         plots[0].set_yticks([-y for y in range(len(rows))], [_label(each) for each in rows], color=INK)
         for axes in plots:
             axes.tick_params(axis="y", length=0)
@@ -50,7 +50,15 @@ def _row(axes: Any, y: int, configuration: baoc.Configuration, role: Role, table
             [at], [y + offset], xerr=[error], marker=marker, markersize=7, color=colour, mfc=filled, elinewidth=1.4
         )
         if at < effect.loss:
+            arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 1.4}
+            axes.annotate("", (at + 2.2, y + offset), (at, y + offset), arrowprops=arrow)
             axes.text(at - 0.5, y + offset, f"{effect.loss:+.0f}%", ha="right", va="center", size=9, color=MUTED)
+
+
+def _least(table: EffectTable) -> float:
+    """Return the left end of the longest bar."""
+    shown = (roles.get(role, {}) for regime in _REGIMES for roles in [table.effects[regime]] for role in _SHOWN)
+    return min(effect.loss - effect.error for effects in shown for effect in effects.values())
 
 
 def _label(configuration: baoc.Configuration) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import resources
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import baoc
 
 INK, MUTED, LINE, GROUND = "#1c1f24", "#626a75", "#dfe1e5", "#ffffff"
 PLAIN = "#8a929c"  # AdamW32, which all are compared with
+_MOST_BYTES = 8  # per element, as in AdamW32
 _WEAKEST, _SPAN = 0.42, 0.54  # how much of its hue a colour has, as in the page's light theme
 
 
@@ -52,22 +53,18 @@ def bare(axes: Any) -> None:
 
 
 def colours(configurations: Iterable[baoc.Configuration]) -> dict[str, str]:
-    """By alias: a hue for the mechanism, the weaker the fewer bytes of state.
+    """By alias: a hue for the update rule, the weaker the fewer bytes of state. It does not depend on the others.
 
     >>> list(colours([baoc.parse("muon-8"), baoc.parse("muon-4")]).values())
-    ['#d7640a', '#edbb94']
+    ['#e4995d', '#e8a774']
     """
     hues, spare = _hues()
-    families: dict[str, list[baoc.Configuration]] = {}
-    for each in dict.fromkeys(configurations):
-        families.setdefault(each.mechanism_name, []).append(each)
     found = {}
-    for mechanism, members in families.items():
-        hue = hues.get(mechanism) or next(spare)
-        members.sort(key=lambda each: -each.state_bytes((1024, 1024)))
-        for place, each in enumerate(members):
-            strength = 1 - place / max(1, len(members) - 1)
-            found[each.alias] = _mixed(hue, _WEAKEST + _SPAN * strength)
+    for each in configurations:
+        rule, nbytes = each.mechanism_name, each.state_bytes((1024, 1024)) / 2**20
+        hue = hues.get(rule) or spare[sum(map(ord, rule)) % len(spare)]
+        strength = min(1.0, max(0.0, 1 + math.log2(nbytes / _MOST_BYTES) / 5)) if nbytes else 1.0
+        found[each.alias] = _mixed(hue, _WEAKEST + _SPAN * strength)
     return found
 
 
@@ -77,12 +74,12 @@ def ink_on(colour: str) -> str:
     return GROUND if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else INK
 
 
-def _hues() -> tuple[dict[str, str], Iterator[str]]:
+def _hues() -> tuple[dict[str, str], list[str]]:
     """The explorer page's, from where they are written down: by mechanism, and those for all others."""
     script = (resources.files("baoc.tools.report") / "page" / "draw.js").read_text(encoding="utf-8")
     named, others = (re.search(rf"const {name} = (.*?);", script, re.DOTALL) for name in ("HUES", "SPARE"))
     assert named and others
-    return dict(re.findall(r'(\w+): "(#\w{6})"', named[1])), cycle(re.findall(r"#\w{6}", others[1]))
+    return dict(re.findall(r'(\w+): "(#\w{6})"', named[1])), re.findall(r"#\w{6}", others[1])
 
 
 def _mixed(hue: str, share: float) -> str:

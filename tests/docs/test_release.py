@@ -160,6 +160,11 @@ def test_the_changelog_begins_with_this_version():
     assert len(set(released)) == len(released)
 
 
+def test_the_citation_has_this_version():
+    found = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert found and found[1] == baoc.__version__.removesuffix(".dev0")
+
+
 def test_the_changelog_has_the_usual_sections():
     kinds = set(re.findall(r"^### (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE))
     assert kinds and kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}

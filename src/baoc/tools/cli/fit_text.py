@@ -47,7 +47,7 @@ def print_answer(name: str, model: nn.Module, answer: Answer, *, with_plan: bool
     style = "" if answer.gpu is None else "bold green" if answer.fits else "bold red"
     for line in wrap(verdict(name, answer), WIDTH):
         screen.show_styled((line, style))
-    screen.show_styled(_setup(model, answer), "\n")
+    screen.show(fill(_setup(model, answer), WIDTH) + "\n")
     parts = _parts(answer)
     cells = _cells(parts, BAR_WIDTH - 2)
     screen.show_styled("[", *((_MARKS[part][0] * count, _MARKS[part][1]) for part, count in cells.items()), "]")

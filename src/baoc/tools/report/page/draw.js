@@ -66,7 +66,7 @@ function paint(configurations) {
   for (const configuration of configurations) {
     const { mechanism, each } = configuration;
     const hue = HUES[mechanism] ?? SPARE[[...mechanism].reduce((sum, letter) => sum + letter.charCodeAt(0), 0) % SPARE.length];
-    const strength = each ? Math.min(1, Math.max(0, 1 + Math.log2(each / MOST_BYTES) / 5)) : 0; // a fifth less for each half
+    const strength = each ? Math.min(1, Math.max(0, 1 + Math.log2(each / MOST_BYTES) / 5)) : 1; // a fifth less for each half; rules without state have one form
     const share = `calc(var(--weakest) + ${strength.toFixed(2)} * var(--span))`;
     configuration.colour = `color-mix(in oklab, color-mix(in oklab, white var(--lift), ${hue}) ${share}, var(--surface))`;
     configuration.onLight = readable(hue, strength, THEMES.light);

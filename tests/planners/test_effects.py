@@ -19,7 +19,7 @@ from baoc import BAOC, Budget, EffectPlanner, ModelFacts, Plan, PlanError, make_
 from baoc.core.roles import Role, roles_of
 from baoc.planners.base import Progress
 from baoc.planners.effect_problem import FEW, EffectProblem
-from baoc.planners.effect_table import Effect, EffectTable, elements
+from baoc.planners.effect_table import OF_VECTORS, Effect, EffectTable, elements
 from baoc.planners.model_facts import GENERAL, REGIMES
 from baoc.solve import Problem, solve
 from baoc.tools.models import MODELS
@@ -383,7 +383,8 @@ def test_vectors_keep_adamw_and_rules_suit_their_tensors(model, regime):
     for _, plan in plans(source, 10):
         for name, shape in shapes(model).items():
             own = plan.block_of(name).configuration
-            assert len(shape) > 1 or own == parse("adamw-32")
+            kept = ("adamw[m=fp32,v=fp32]", *(OF_VECTORS if regime == "general" else ()))
+            assert len(shape) > 1 or str(own) in kept
             assert own.mechanism.suits(shape, roles_of(model)[name])
 
 
@@ -631,9 +632,45 @@ def test_models_without_norms_get_adamw_wherever_it_fits(width: int) -> None:
 
 def test_small_matrices_can_have_8_bits() -> None:
     plan = problem(plain_net(32)).plan(Budget(0.25))
-    assert any("int8a" in str(block.configuration) for block in plan.blocks)
+    assert {"fp8", "int8a"} & {codec for block in plan.blocks for _, codec in block.configuration.codec_names}
     large = problem(nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))).plan(Budget(0.5))
     assert not any("int8a" in str(block.configuration) for block in large.blocks), "int8 stores them alike"
+
+
+SMALL = {
+    "points": [(300, 2)],
+    "a vector": [(100,)],
+    "a tiny network": [(16, 1), (16,), (16, 16), (16,), (1, 16), (1,)],
+    "an image": [(1, 3, 128, 128)],
+    "tables of rows of 32": [(2000, 32), (1500, 32)],
+    "tables of rows of 16": [(2000, 16), (1000, 16)],
+    "factors of a matrix": [(512, 16), (384, 16)],
+}
+
+
+@pytest.mark.parametrize("sizes", SMALL.values(), ids=SMALL)
+@pytest.mark.parametrize("memory", [0.5, 0.25])
+def test_all_parameters_of_small_models_have_a_second_moment(sizes, memory) -> None:
+    """Formats with groups of 64, or for tensors from 4096 elements on, leave these models rules without state."""
+    facts = ModelFacts({f"0.{i}": size for i, size in enumerate(sizes)}, regime=GENERAL)
+    plan = EffectPlanner().initial_plan(facts, Budget(memory))
+    assert {block.configuration.mechanism_name for block in plan.blocks} == {"adamw"}
+    assert plan.state_bytes <= memory * plan.reference_bytes
+
+
+@pytest.mark.parametrize(("outputs", "trusted"), [(1, False), (10, True)])
+def test_attention_of_a_network_with_one_output_has_no_muon(outputs, trusted) -> None:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model = nn.Sequential(nn.Linear(3, 64), nn.TransformerEncoder(layer, 2), nn.Linear(64, outputs))
+    for _, plan in plans(problem(model)):
+        for name in shapes(model):
+            block = plan.block_of(name)
+            if "in_proj_weight" in name and not trusted:
+                assert block.configuration.mechanism_name not in ("muon", "spectral")
+    free = problem(model).plan(Budget("auto"))
+    attention, feedforward = (free.block_of(f"1.layers.0.{n}") for n in ("self_attn.in_proj_weight", "linear1.weight"))
+    assert feedforward.configuration.mechanism_name == "muon"
+    assert (attention.configuration.mechanism_name == "muon") == trusted == ("one output" not in attention.why)
 
 
 def test_pretrained_weights_get_no_muon() -> None:

@@ -65,11 +65,11 @@ class EffectProblem:
         self.table = EffectTable.load(planner.table)
         self.regime = model.regime if planner.regime == AUTO else planner.regime
         self.tokens = planner.tokens or model.tokens or TOKENS
+        self._roles = {name: model.planned_role(name) for name in model.shapes}
         self.candidates = self._candidates()
         self.reference_bytes = model.reference_bytes(per_rank=per_rank)
         self._per_rank = per_rank
         self._rows = model.rows if per_rank else {}
-        self._roles = {name: model.planned_role(name) for name in model.shapes}
         self._elements = elements((self._roles[name], math.prod(shape)) for name, shape in model.shapes.items())
         self._unsuited_rows: dict[tuple[Shape, Role], patterns.Row] = {}
         self._multipliers = self._lr_multipliers()
@@ -80,7 +80,8 @@ class EffectProblem:
     def _candidates(self) -> tuple[Configuration, ...]:
         if self.planner.candidates is not None:
             return cast("tuple[Configuration, ...]", self.planner.candidates)
-        planned = {name for name in self.model.shapes if self.model.planned_role(name) is not Role.VECTOR}
+        # vectors have a choice in the regime "general" only
+        planned = {n for n in self.model.shapes if self.regime == GENERAL or self._roles[n] is not Role.VECTOR}
         return self.table.distinct({self.model.shapes[name] for name in planned})
 
     # ---- plans ----

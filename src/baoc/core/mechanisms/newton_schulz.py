@@ -31,10 +31,22 @@ YOU_JIACHENG: Coefficients = (
     (2.8366, -3.0525, 1.2012),
 )
 """You Jiacheng's coefficients, one triple per iteration: https://x.com/YouJiacheng/status/1905861218138804534, as in
-https://github.com/KellerJordan/modded-nanogpt. Polar Express (https://arxiv.org/abs/2505.16932) has other values."""
+https://github.com/KellerJordan/modded-nanogpt."""
 
 MUON: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 """The coefficients of ``torch.optim.Muon``. Singular values end between 0.7 and 1.2."""
+
+POLAR_EXPRESS: Coefficients = tuple(
+    (a / 1.01, b / 1.01**3, c / 1.01**5)
+    for a, b, c in (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    )
+)
+"""Those of Polar Express (https://arxiv.org/abs/2505.16932), with the authors' safety factor of 1.01."""
 
 GRAM_ASPECT = 1.5
 """Matrices at least so many times as long as wide take the Gram form."""

@@ -23,7 +23,7 @@ from baoc.core.mechanisms.newton_schulz import (
 )
 
 SHAPES = [(3, 16, 64), (3, 64, 16), (3, 32, 32), (2, 5, 9), (2, 15, 10), (1, 9, 5), (1, 1, 7), (1, 7, 1)]
-LARGE = [(1, 257, 600), (2, 300, 270), (1, 520, 256), (1, 1024, 1030)]
+LARGE = [(1, 385, 600), (2, 400, 390), (1, 500, 384), (1, 1024, 1030)]
 """Sides from which on symmetric products are computed in strips, even ones and others."""
 
 

@@ -53,7 +53,7 @@ GRAM_ASPECT = 1.5
 RESTART = 2
 """Iterations of the Gram form after which ``r`` is computed from ``x`` anew."""
 
-_STRIPS = ((1024, 8), (256, 4), (0, 1))  # from which side on: narrower strips multiply more slowly
+_STRIPS = ((1024, 8), (384, 4), (0, 1))  # from which side on: narrower strips multiply more slowly
 _GRAM_SQUARES = 4  # square matrices that the Gram form holds
 _SMALLEST_NORM = torch.finfo(torch.float32).tiny
 

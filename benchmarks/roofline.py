@@ -77,7 +77,7 @@ def rows(model: Model, configurations: Sequence[str], element_bytes: int) -> lis
         chosen = [(shape, _suited(spelling, name, shape)) for name, shape in shapes.items()]
         state = sum(each.state_bytes(shape) for shape, each in chosen)
         moved = sum(cost.bytes_moved(shape, each, element_bytes, element_bytes) for shape, each in chosen)
-        found.append(Row(spelling, state, moved, sum(cost.operations(shape, each) for shape, each in chosen)))
+        found.append(Row(spelling, state, moved, sum(cost.operations(shape, each, "cuda") for shape, each in chosen)))
     return found
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baoc.core.mechanisms.muon import MUON, YOU_JIACHENG, Coefficients, orthogonalised
+from baoc.core.mechanisms.newton_schulz import MUON, YOU_JIACHENG, Coefficients, orthogonalised
 from baoc.core.mechanisms.normalised import UPDATE_RMS
 from baoc.core.roles import Role, roles_of
 from experiments import methods, workloads

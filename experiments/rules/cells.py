@@ -98,7 +98,13 @@ def factorial(sibling: str) -> Iterator[Run]:
 
 BALLS = (4.0, 8.0, 2.0)
 HEADS = (Recipe(head_lr=2.0), Recipe(head_lr=4.0))
-SINGLE = (*(Recipe(**change) for change in FACTORS.values()), HEADS[1], *(Recipe(ball=size) for size in BALLS))
+COEFFICIENTS = (Recipe(coefficients="polar-express"), Recipe(coefficients="muon"))
+SINGLE = (
+    *(Recipe(**change) for change in FACTORS.values()),
+    HEADS[1],
+    *(Recipe(ball=size) for size in BALLS),
+    *COEFFICIENTS,
+)
 """One change each."""
 
 
@@ -133,12 +139,20 @@ def other_heads() -> Iterator[Run]:
         yield Run(sibling, HEADS[1], 0, FACTORIAL_STEPS)
 
 
+def coefficients() -> Iterator[Run]:
+    """Coefficients of Newton-Schulz iterations, on three seeds."""
+    for seed in range(3):
+        for sibling in LANGUAGE:
+            for recipe in (DEFAULT, *COEFFICIENTS):
+                yield Run(sibling, recipe, seed, FACTORIAL_STEPS)
+
+
 HIDDEN = ("muon-8", "muon[m=int4]", "spectral", "sinkhorn", "colnorm")
 SCALES = ((0.5, 150), (2.0, 150), (0.5, 600), (8.0, 150))
 """Batches relative to a sibling's, and steps: 4 sequences, 16, 64; and 4 sequences for four times the steps."""
 
 
-def momentum_free(seeds: range = range(1)) -> Iterator[Run]:
+def momentum_free(seeds: range = range(3)) -> Iterator[Run]:
     """Rules without momentum against Muon's with 4 and 8 bits."""
     for seed in seeds:
         for batch, steps in SCALES:
@@ -155,5 +169,6 @@ QUESTIONS: Mapping[str, Callable[[], Iterator[Run]]] = {
     "other-heads": other_heads,
     "factorial-llama": partial(factorial, "llama"),
     "ball": ball,
+    "coefficients": coefficients,
 }
 """Runs by question."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import baoc
 from baoc.core.mechanisms import Muon, known_settings, register_mechanism
 from baoc.core.mechanisms.muon import UPDATE_RMS, momentum_at
+from baoc.core.mechanisms.newton_schulz import MUON, POLAR_EXPRESS, YOU_JIACHENG
 from baoc.core.roles import HIDDEN, canonical_name, roles_of
 from baoc.core.spec import FP32_TINY, Hyper
 from experiments.methods.by_role import parse, plan_of
@@ -17,6 +18,7 @@ from experiments.rules.soap import Soap
 BETA1 = 0.9
 SOAPS = {"soap": ("both", False), "soap-short": ("short", False), "soap-kl": ("both", True)}
 MAX_RMS = 0.45
+COEFFICIENTS = {"you-jiacheng": YOU_JIACHENG, "polar-express": POLAR_EXPRESS, "muon": MUON}
 
 
 class Heavy(Muon):
@@ -62,7 +64,8 @@ class Prototype:
         edges = f"embedding={recipe.edges} x{recipe.embedding_lr:g}; head={recipe.edges} x{recipe.head_lr:g}"
         text = f"hidden={spelling}; {edges}; vector=adamw-32 x{recipe.vector_lr:g}"
         wanted = {
-            "update_rms": 0.4 * recipe.rms, "max_update_rms": MAX_RMS * recipe.rms, "nesterov_momentum": recipe.momentum
+            "update_rms": 0.4 * recipe.rms, "max_update_rms": MAX_RMS * recipe.rms,
+            "nesterov_momentum": recipe.momentum, "newton_schulz": COEFFICIENTS[recipe.coefficients],
         }  # fmt: skip
         known = known_settings(baoc.parse(spelling).mechanism)
         self.optimizer = baoc.BlockOptimizer(

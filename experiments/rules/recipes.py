@@ -40,6 +40,8 @@ class Recipe:
     look_memory: float = 0.99
     raw: bool = False
     """SOAP's own update lengths instead of an RMS of 0.4 lr."""
+    coefficients: str = "you-jiacheng"
+    """Of Newton-Schulz iterations: also ``polar-express``, ``muon``."""
     lr: float = 1.0
     """Factor on the sibling's learning rate."""
     batch: float = 1.0

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from baoc import BlockOptimizer, Plan, parse
 from baoc.core.configuration import EXTENDED
-from baoc.core.mechanisms import Normalised, muon
-from baoc.core.mechanisms.muon import MAX_UPDATE_RMS, MUON, YOU_JIACHENG, Muon, orthogonalised, workspace
+from baoc.core.mechanisms import Normalised
+from baoc.core.mechanisms.muon import MAX_UPDATE_RMS, Muon
+from baoc.core.mechanisms.newton_schulz import MUON, workspace
 from baoc.core.mechanisms.normalised import UPDATE_RMS
 from baoc.core.roles import Role, as_matrices
 from baoc.core.spec import Hyper
@@ -53,47 +53,6 @@ def test_it_follows_torch_where_the_settings_agree(shape):
     torch.testing.assert_close(
         optimizer.state[ours]["m"], reference.state[theirs]["momentum_buffer"], rtol=1e-4, atol=1e-5
     )
-
-
-class Products(TorchDispatchMode):
-    """Notes the shape and dtype of every matrix product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[torch.Size, torch.dtype]] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "bmm" in str(function) and "baddbmm" not in str(function):
-            self.found.append((args[0].shape, args[0].dtype))
-        return function(*args, **(kwargs or {}))
-
-
-def test_on_gpus_matrices_of_one_shape_are_multiplied_together_in_bf16(monkeypatch):
-    """As the device is told, for want of one."""
-    monkeypatch.setattr(muon, "products_dtype", lambda device: torch.bfloat16)
-    params = [nn.Parameter(torch.randn(shape)) for shape in [(48, 96)] * 4 + [(96, 48)] * 3 + [(64, 64)] * 2]
-    for param in params:
-        param.grad = torch.randn(param.shape)
-    with Products() as products:
-        BlockOptimizer(params, plan="muon-8", kernel="eager").step()
-    expected = [((4, 48, 96), torch.bfloat16), ((3, 48, 96), torch.bfloat16), ((2, 64, 64), torch.bfloat16)]
-    assert products.found == [each for each in expected for _ in YOU_JIACHENG]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # bf16 is what GPUs get
-@pytest.mark.parametrize("shape", [(3, 16, 64), (3, 64, 16), (3, 32, 32), (3, 5, 9), (1, 9, 5)], ids=str)
-def test_iterations_make_singular_values_one(shape, dtype):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    left, _, right = torch.linalg.svd(x, full_matrices=False)
-    scratch = torch.empty(shape[0] * (workspace(*shape[1:]) - shape[1] * shape[2]))  # enough for either
-    found = orthogonalised(x.clone(), YOU_JIACHENG, scratch, dtype)
-    assert found.shape == shape and found.is_contiguous() and found.dtype == torch.float32
-    assert (torch.linalg.svdvals(found) - 1).abs().square().mean().sqrt() < 0.25
-    assert (found * (left @ right)).sum() / found.norm() / math.sqrt(shape[0] * min(shape[1:])) > 0.98
-
-
-def test_nothing_comes_of_nothing():
-    assert (orthogonalised(torch.zeros(2, 8, 9), YOU_JIACHENG) == 0).all()
 
 
 @pytest.mark.parametrize("configuration", NORMALISED, ids=str)

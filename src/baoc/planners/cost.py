@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -81,13 +82,13 @@ def bytes_moved(shape: Shape, configuration: Configuration, param_bytes: int = 4
     return math.prod(shape) * per_element + (2 + again) * layout.nbytes
 
 
-def operations(shape: Shape, configuration: Configuration) -> int:
+def operations(shape: Shape, configuration: Configuration, device: str = "cpu") -> int:
     """Return the operations of an update's matrix products. Elementwise work is hidden behind the bytes it moves."""
     mechanism = configuration.layout(shape).mechanism
     if mechanism.reach is not Reach.MATRIX:
         return 0
     matrices, rows, cols = as_matrices(shape)
-    return matrices * mechanism.operations(rows, cols)
+    return matrices * mechanism.operations(rows, cols, device)
 
 
 def update_ratios(blocks: Blocks, configurations: Sequence[Configuration]) -> NDArray[np.float64]:
@@ -125,6 +126,7 @@ def step_times(
     configurations: Sequence[Configuration],
     tokens: int,
     operations_per_byte: float = OPERATIONS_PER_BYTE["cpu"],
+    device: str = "cpu",
 ) -> StepTimes:
     """Estimate how long a training step takes, relative to one with AdamW16.
 
@@ -136,6 +138,7 @@ def step_times(
         configurations: to estimate.
         tokens: that pass through a weight in one step.
         operations_per_byte: what the device computes while it moves one byte.
+        device: its type.
 
     Returns:
         The time of the passes, and of the update of one tensor of each shape under each configuration.
@@ -144,11 +147,12 @@ def step_times(
         >>> from baoc.core.configuration import parse
         >>> times = step_times([(768, 768)], [1], [parse("adamw-16"), parse("muon-8")], tokens=4096)
         >>> (times.base + times.updates).round(2).tolist()
-        [[1.0, 1.93]]
+        [[1.0, 1.7]]
     """
     chosen = (*configurations, BUDGET_REFERENCE)
     blocks = [{"": shape} for shape in shapes]
-    update = operations_per_byte * _each(blocks, chosen, bytes_moved) + _each(blocks, chosen, operations)
+    update = operations_per_byte * _each(blocks, chosen, bytes_moved)
+    update += _each(blocks, chosen, partial(operations, device=device))
     weights = sum(count * math.prod(shape) for shape, count in zip(shapes, counts))
     computed = float(_FLOPS_PER_WEIGHT * tokens * weights)
     whole = max(1.0, computed + float(update[:, -1] @ np.asarray(counts, dtype=np.float64)))

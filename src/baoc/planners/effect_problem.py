@@ -305,7 +305,9 @@ class EffectProblem:
         self._examples = examples
         shapes = self._shapes = [self.model.shapes[name] for name in examples]
         memory = cost.memory([{name: self.model.shapes[name]} for name in examples], self.candidates, self._rows)
-        times = cost.step_times(shapes, counts, self.candidates, self.tokens, self.model.operations_per_byte)
+        times = cost.step_times(
+            shapes, counts, self.candidates, self.tokens, self.model.operations_per_byte, self.model.device
+        )
         limit = None if math.isinf(self.planner.time) else self.planner.time - times.base
         if limit is not None and limit < 0:
             raise PlanError(

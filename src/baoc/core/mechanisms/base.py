@@ -162,12 +162,13 @@ class Mechanism(ABC):
         """
         return 0
 
-    def operations(self, rows: int, cols: int) -> int:
+    def operations(self, rows: int, cols: int, device: str = "cpu") -> int:
         """Return the floating-point operations of the matrix products of one matrix, with default settings.
 
         Args:
             rows: rows of the matrix.
             cols: its columns.
+            device: type of the device: CPUs save half of some products.
         """
         return 0
 

@@ -1,137 +1,18 @@
-"""Muon and its variants, and the Newton-Schulz iterations that they share."""
+"""Muon and its variants."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from baoc.core.mechanisms.base import Evidence
+from baoc.core.mechanisms.newton_schulz import YOU_JIACHENG, operations, orthogonalised, workspace
 from baoc.core.mechanisms.normalised import MOMENTUM, MOMENTUM_RISE, NESTEROV, UPDATE_RMS, Normalised, momentum_at
 from baoc.core.roles import HIDDEN, Role
 from baoc.core.spec import FP32_TINY, Hyper, Reach, Scalars, Setting, Shape, Slot
-
-Coefficients = tuple[tuple[float, float, float], ...]
-
-YOU_JIACHENG: Coefficients = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-)
-"""You Jiacheng's coefficients, one triple per iteration: https://x.com/YouJiacheng/status/1905861218138804534, as in
-https://github.com/KellerJordan/modded-nanogpt. Polar Express (https://arxiv.org/abs/2505.16932) has other values."""
-
-MUON: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
-"""The coefficients of ``torch.optim.Muon``. Singular values end between 0.7 and 1.2."""
-
-_SMALLEST_NORM = torch.finfo(torch.float32).tiny
-
-
-def products_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of matrix products: bf16 where the hardware multiplies it several times as fast.
-
-    Args:
-        device: where the matrices are.
-
-    Returns:
-        The dtype. Singular values end close enough to one with either.
-
-    Example:
-        >>> products_dtype(torch.device("cpu")), products_dtype(torch.device("cuda"))
-        (torch.float32, torch.bfloat16)
-    """
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def orthogonalised(
-    stacked: Tensor,
-    coefficients: Sequence[tuple[float, float, float]],
-    scratch: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Bring the singular values of matrices close to one by Newton-Schulz iterations.
-
-    Args:
-        stacked: fp32 matrices, shape ``(batch, rows, cols)``. They are overwritten.
-        coefficients: one triple ``(a, b, c)`` per iteration ``x <- a x + b (x x') x + c (x x')^2 x``.
-        scratch: memory for a copy of the batch and two Gram matrices of each, see :func:`workspace`.
-        dtype: the dtype of matrix products; by default :func:`products_dtype`.
-
-    Returns:
-        The result in fp32, as a view of ``stacked`` or ``scratch``.
-
-    Example:
-        >>> x = torch.eye(4, 9, dtype=torch.float32, device="cpu").mul(1e-6).unsqueeze(0)
-        >>> bool((orthogonalised(x, YOU_JIACHENG).diagonal(dim1=1, dim2=2) - 1).abs().max() < 0.2)
-        True
-    """
-    batch, side, length = stacked.shape[0], min(stacked.shape[-2:]), max(stacked.shape[-2:])
-    is_tall = stacked.shape[-2] > stacked.shape[-1]
-    dtype = dtype or products_dtype(stacked.device)
-    shapes = (batch, side, length), (batch, side, side), (batch, side, side)
-    sizes = [aligned(math.prod(shape)) for shape in shapes]
-    scratch = stacked.new_empty(sum(sizes)) if scratch is None else scratch[: sum(sizes)]
-    parts = scratch.split_with_sizes(sizes)
-    copy = parts[0][: math.prod(shapes[0])].view(shapes[0])
-    gram, polynomial = (part.view(dtype)[: math.prod(shapes[1])].view(shapes[1]) for part in parts[1:])
-    x, other = (copy.copy_(stacked.mT), stacked.view(copy.shape)) if is_tall else (stacked, copy)
-    for order in (torch.inf, 2):  # first by the largest element: squares of tiny gradients would underflow
-        x.div_(torch.linalg.vector_norm(x, order, dim=(-2, -1), keepdim=True).clamp_(min=_SMALLEST_NORM))
-    if dtype == torch.float32:
-        x, other = _iterated(x, other, gram, polynomial, coefficients)
-        return other.view(stacked.shape).copy_(x.mT) if is_tall else x
-    # `other` has room for two copies of x in bf16
-    first, second = (part.view(x.shape) for part in other.view(-1).view(dtype).split_with_sizes([x.numel()] * 2))
-    found, _ = _iterated(first.copy_(x), second, gram, polynomial, coefficients)
-    return x.view(stacked.shape).copy_(found.mT if is_tall else found)
-
-
-def _iterated(
-    x: Tensor, other: Tensor, gram: Tensor, polynomial: Tensor, coefficients: Sequence[tuple[float, float, float]]
-) -> tuple[Tensor, Tensor]:
-    """Iterate on x, shape (batch, side, length). Return the result and the free memory; one is ``x``, one ``other``."""
-    for a, b, c in coefficients:
-        torch.bmm(x, x.mT, out=gram)
-        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        torch.baddbmm(x, polynomial, x, beta=a, out=other)
-        x, other = other, x
-    return x, other
-
-
-def aligned(numel: int) -> int:
-    """Round a number of elements up to whole cache lines. Results of matrix products depend on their alignment."""
-    return -(-numel // 16) * 16
-
-
-def workspace(rows: int, cols: int) -> int:
-    """Return how many elements :func:`orthogonalised` needs for one matrix, the matrix included."""
-    return rows * cols + aligned(rows * cols) + 2 * aligned(min(rows, cols) ** 2)
-
-
-def operations(rows: int, cols: int, iterations: int) -> int:
-    """Return the floating-point operations of :func:`orthogonalised` for one matrix.
-
-    An iteration has two products with the matrix and one of Gram matrices.
-
-    Args:
-        rows: rows of the matrix.
-        cols: columns of the matrix.
-        iterations: how many iterations.
-
-    Returns:
-        Multiplications and additions.
-
-    Example:
-        >>> operations(768, 768, 5)
-        13589544960
-    """
-    side = min(rows, cols)
-    return iterations * (4 * side * rows * cols + 2 * side**3)
 
 
 def _is_finite(x: object) -> bool:
@@ -178,8 +59,8 @@ class Spectral(Normalised):
     def workspace(self, rows: int, cols: int) -> int:
         return workspace(rows, cols)
 
-    def operations(self, rows: int, cols: int) -> int:
-        return operations(rows, cols, len(YOU_JIACHENG))
+    def operations(self, rows: int, cols: int, device: str = "cpu") -> int:
+        return operations(rows, cols, len(YOU_JIACHENG), device)
 
     def scratch(self, rows: int, cols: int) -> int:
         return workspace(rows, cols) - rows * cols

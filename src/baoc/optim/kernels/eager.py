@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from baoc.core.mechanisms.muon import aligned
+from baoc.core.mechanisms.newton_schulz import aligned
 from baoc.core.roles import as_matrices, matrix_shape
 from baoc.core.sharding import Ranks
 from baoc.core.spec import BATCH_NUMEL, Reach

@@ -159,13 +159,28 @@ def checked_state(member: Member, states: dict[Any, ParamState]) -> ParamState:
     state = states.get(member.param)
     problem = None if state is None else misfit(member.layout, member.place.held(state), member.state_device)
     if state is None or (problem and is_fresh(state)):
-        state = states[member.param] = new_state(member.layout, member.state_device, member.place)
+        state = states[member.param] = _renewed(member, state or {})
     elif problem:
         raise RuntimeError(
             f"parameter {member.name!r} has shape {member.shape} and {problem} ({member.configuration}). Did the "
             "parameter or its state change its shape or device? Make a new optimizer, or undo the change."
         )
     return state
+
+
+def _renewed(member: Member, old: ParamState) -> ParamState:
+    """Return new state, with the low bits of the weight: they are there before the first gradient."""
+    state = new_state(member.layout, member.state_device, member.place)
+    for key, buffer in member.layout.buffers.items():
+        if key in old and buffer.name != "age" and any(k == key for _, k in _low_bits_keys(member)):
+            target, kept = member.place.held(state)[key], member.place.unwrap(old[key], buffer)
+            if kept.shape == target.shape and kept.dtype == target.dtype:
+                target.copy_(kept)
+    return state
+
+
+def _low_bits_keys(member: Member) -> tuple[tuple[str, str], ...]:
+    return tuple(pair for each in member.layout.formats if each.slot.of_weight for pair in each.keys)
 
 
 def allocate(members: Iterable[Member], state: dict[Any, ParamState]) -> None:

@@ -229,6 +229,7 @@ class ReleasedGradients:
         optimizer._begin()
         optimizer.synchronize()
         members = optimizer._current_members()
+        optimizer._check_low_bits()
         if self._others is not None and len(self._others) != len(members.all):
             self._norms = self._others = None
         optimizer._watch.begin(members.all, all_trained=True)

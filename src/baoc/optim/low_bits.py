@@ -1,0 +1,353 @@
+"""fp32 weights in two parts: 16-bit parameters, and their low bits in slot ``w`` of an optimizer.
+
+:func:`to_low_precision` splits the weights of a model before an optimizer exists. Until then each parameter carries its
+low bits as an attribute; the optimizer that is built next takes them over, so they are held once.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from baoc.core.codecs import WeightFormat
+from baoc.core.codecs.weights import PARAM, low_bits_as, split
+from baoc.core.configuration import Layout
+from baoc.core.rounding import NEAREST
+from baoc.core.sharding import is_sharded, local, shard_of
+from baoc.core.spec import LOW_PRECISION, WEIGHT
+from baoc.optim.groups import Member
+from baoc.optim.kernels.eager import TILE_NUMEL
+from baoc.optim.kernels.update import row_tiles
+from baoc.optim.state import ParamState
+
+_CARRIED = "_baoc_low_bits"
+M = TypeVar("M", bound=nn.Module)
+
+
+class HasMembers(Protocol):
+    """What the functions here need from an optimizer."""
+
+    @property
+    def state(self) -> Mapping[Tensor, ParamState]: ...
+
+    def members(self) -> tuple[Member, ...]: ...
+
+
+class _Carried(NamedTuple):
+    low: Tensor  # int16, of this rank's rows
+    version: int  # of the parameter that they belong to
+
+
+# ---- a model ----
+
+
+@torch.no_grad()
+def to_low_precision(model: M, dtype: torch.dtype = torch.bfloat16) -> M:
+    """Cast the fp32 parameters of a model to 16 bits, and keep what rounding removes.
+
+    The optimizer that is built next takes the low bits over into slot ``w``: all of them with ``w=16``, the upper half
+    with ``w=8``. Buffers keep their dtype, since bf16 damages some of them, such as rotary frequencies and running
+    variances. Parameters that are not trained are rounded, and their low bits are not kept.
+
+    Call it on a model with its weights, after ``fully_shard``, and before an optimizer is built.
+
+    Args:
+        model: the model. It is changed in place.
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the dtype is another one, parameters have gradients, or a weight does not fit into fp16.
+
+    Example:
+        >>> from baoc import BlockOptimizer
+        >>> model = nn.Linear(64, 64)
+        >>> exact = model.weight.detach().clone()
+        >>> optimizer = BlockOptimizer(to_low_precision(model), plan="adamw[m=int8,v=int8,w=16]")
+        >>> model.weight.dtype, torch.equal(fp32_state_dict(model, optimizer)["weight"], exact)
+        (torch.bfloat16, True)
+    """
+    if dtype not in LOW_PRECISION:
+        raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, got {dtype!r}.")
+    names = {id(param): name for name, param in model.named_parameters() if param.dtype == torch.float32}
+    for name, param in model.named_parameters():
+        if id(param) in names and param.grad is not None:
+            raise ValueError(
+                f"parameter {name!r} has a gradient, which would have another dtype than the parameter. Call "
+                "model.zero_grad() first."
+            )
+        if id(param) in names and dtype == torch.float16 and param.device.type != "meta":
+            _refuse_overflow(name, local(param))
+    found: dict[str, Tensor] = {}
+
+    def cast(tensor: Tensor) -> Tensor:
+        name = names.get(id(tensor))
+        if name is None or tensor.dtype != torch.float32:  # a buffer, or a tied weight that was cast before
+            return tensor
+        if tensor.device.type == "meta":
+            return tensor.to(dtype)
+        upper, low = split(local(tensor.detach()), dtype)
+        if tensor.requires_grad:
+            found[name] = low
+        return _like(tensor, upper)
+
+    model._apply(cast)
+    for name, param in model.named_parameters():
+        if name in found:
+            setattr(param, _CARRIED, _Carried(found[name], param._version))
+    return model
+
+
+def _refuse_overflow(name: str, held: Tensor) -> None:
+    largest = float(held.abs().max()) if held.numel() else 0.0
+    if largest > torch.finfo(torch.float16).max:
+        raise ValueError(
+            f"parameter {name!r} has a weight of {largest:g}, and fp16 ends at {torch.finfo(torch.float16).max:g}. Use "
+            "torch.bfloat16."
+        )
+
+
+def _like(tensor: Tensor, held: Tensor) -> Tensor:
+    """Return this rank's part of a tensor in the form of the tensor."""
+    if not is_sharded(tensor):
+        return held
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(
+        held, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+@torch.no_grad()
+def fp32_state_dict(model: nn.Module, optimizer: HasMembers) -> dict[str, Any]:
+    """Return the state dict of a model with its weights in fp32, for export and evaluation.
+
+    Weights with low bits in the optimizer are joined with them: with ``w=16`` these are exactly the weights that fp32
+    training has. Other 16-bit parameters are widened.
+
+    Args:
+        model: the model.
+        optimizer: its :class:`~baoc.BlockOptimizer` or :class:`~baoc.BAOC`.
+
+    Returns:
+        New tensors for all weights that were 16-bit; the others share memory with the model. Sharded weights are
+        DTensors, as in ``model.state_dict()``: ``full_tensor()`` gathers one.
+
+    Example:
+        >>> from baoc import BlockOptimizer
+        >>> model = nn.Linear(64, 64, dtype=torch.bfloat16)
+        >>> fp32_state_dict(model, BlockOptimizer(model))["weight"].dtype
+        torch.float32
+    """
+    members = {id(member.param): member for member in optimizer.members()}
+    exported: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            exported[name] = value
+        elif value.dtype not in LOW_PRECISION or not isinstance(value, nn.Parameter):
+            exported[name] = value.detach()
+        elif id(value) in members:
+            exported[name] = _like(value, _joined(members[id(value)], optimizer.state.get(value) or {}))
+        else:
+            exported[name] = value.detach().float()
+    return exported
+
+
+def _joined(member: Member, state: ParamState) -> Tensor:
+    stored = _format(member)
+    held = local(member.param.detach())
+    if stored is None or any(key not in state for _, key in stored.keys):
+        return held.float()
+    wide = torch.empty_like(held, dtype=torch.float32)
+    parts = _parts(member, stored, state)
+    rows_of = member.place.local(wide) if not is_sharded(member.param) else wide
+    for rows in row_tiles(rows_of.shape, TILE_NUMEL):
+        rows_of[rows] = stored.decode(parts, rows)
+    return wide
+
+
+@torch.no_grad()
+def load_fp32_state_dict(
+    model: nn.Module, optimizer: HasMembers, state_dict: Mapping[str, Any], *, strict: bool = True
+) -> Any:
+    """Load fp32 weights into a model of 16-bit parameters and into slot ``w`` of its optimizer.
+
+    ``model.load_state_dict`` alone would round the weights, and leave low bits that belong to others. fp32 parameters
+    are loaded as usual, so one call serves both forms of a model.
+
+    Args:
+        model: the model.
+        optimizer: its :class:`~baoc.BlockOptimizer` or :class:`~baoc.BAOC`.
+        state_dict: weights, such as those of :func:`fp32_state_dict`. For sharded parameters, whole tensors or DTensors.
+        strict: as in ``model.load_state_dict``.
+
+    Returns:
+        What ``model.load_state_dict`` returns: missing and unexpected keys.
+
+    Example:
+        >>> from baoc import BlockOptimizer
+        >>> weights = nn.Linear(64, 64).state_dict()
+        >>> model = nn.Linear(64, 64, dtype=torch.bfloat16)
+        >>> optimizer = BlockOptimizer(model, plan="adamw[w=16]")
+        >>> load_fp32_state_dict(model, optimizer, weights)
+        <All keys matched successfully>
+        >>> torch.equal(fp32_state_dict(model, optimizer)["weight"], weights["weight"])
+        True
+    """
+    members = {id(member.param): member for member in optimizer.members()}
+    held = model.state_dict(keep_vars=True)
+    mine: dict[str, Tensor] = {}
+    given = dict(state_dict)
+    for name, param in held.items():
+        value = given.get(name)
+        if isinstance(value, Tensor) and isinstance(param, Tensor) and value.shape == param.shape:
+            shard = shard_of(param, name) if is_sharded(param) else None
+            mine[name] = local(value) if shard is None or is_sharded(value) else value[shard.rows]
+            given[name] = _like(param, mine[name])
+    result = model.load_state_dict(given, strict=strict)
+    for name, param in held.items():
+        member = members.get(id(param))
+        stored = None if member is None else _format(member)
+        if member is None or stored is None or name not in mine:
+            continue
+        parts = _parts(member, stored, optimizer.state[param])
+        value = mine[name].to(device=param.device, dtype=torch.float32)
+        value = value if is_sharded(param) else member.place.local(value)
+        for rows in row_tiles(value.shape, TILE_NUMEL):
+            stored.encode(parts, rows, value[rows], NEAREST)
+    forget(optimizer)
+    return result
+
+
+# ---- an optimizer ----
+
+
+def _format(member: Member) -> WeightFormat | None:
+    return next((each for each in member.layout.formats if isinstance(each, WeightFormat)), None)
+
+
+def _parts(member: Member, stored: WeightFormat, state: ParamState) -> dict[str, Tensor]:
+    """Return what decodes a weight: its parameter and its low bits, on the parameter's device or in host memory."""
+    return {**stored.held_in(member.place.held(state)), PARAM: member.place.local(member.param.detach())}
+
+
+def take_over(members: Iterable[Member], states: Mapping[Tensor, ParamState]) -> None:
+    """Move the low bits that parameters carry into the state of an optimizer.
+
+    Low bits of a parameter that was written since, as by ``load_state_dict``, belong to other weights: they are dropped.
+    """
+    for member in members:
+        carried = getattr(member.param, _CARRIED, None)
+        state = states.get(member.param)
+        if carried is None or state is None:
+            continue
+        delattr(member.param, _CARRIED)
+        stored = _format(member)
+        if stored is not None and stored.buffers and carried.version == member.param._version:
+            target = stored.held_in(member.place.held(state))[""]
+            if target.numel() == carried.low.numel():
+                target.copy_(low_bits_as(target.dtype, carried.low).view_as(target))
+
+
+def kept(
+    saved: Layout, layout: Layout, states: Mapping[Tensor, ParamState], member: Member
+) -> dict[str, Tensor]:
+    """Return the low bits that stay when a checkpoint without them is loaded.
+
+    Args:
+        saved: the layout in the checkpoint.
+        layout: the layout from now on.
+        states: the state so far.
+        member: the parameter.
+    """
+    if any(each.slot.of_weight for each in saved.formats):
+        return {}
+    now, state = _format(member), states.get(member.param, {})
+    wanted = [each for each in layout.formats if each.slot.of_weight and type(each) is type(now)]
+    return {key: state[key] for each in wanted for _, key in each.keys if key in state}
+
+
+@torch.no_grad()
+def clear(optimizer: HasMembers) -> None:
+    """Set the low bits of all weights to zero: the 16-bit parameters then are the weights."""
+    for member in optimizer.members():
+        stored, state = _format(member), optimizer.state.get(member.param)
+        for _, key in stored.keys if stored is not None and state else ():
+            member.place.held(state)[key].zero_()  # type: ignore[arg-type]
+    forget(optimizer)
+
+
+# ---- weights and low bits of one checkpoint ----
+
+
+def forget(optimizer: Any) -> None:
+    """Let go of what weights a checkpoint's low bits belong to."""
+    optimizer._expected_weights = ()
+
+
+def fingerprints(members: Sequence[Member]) -> tuple[int, ...]:
+    """Return a checksum of the first row of each parameter that has low bits, and 0 for others.
+
+    The first row of a sharded parameter is on the first rank, whose texts go into a checkpoint.
+    """
+    return tuple(_fingerprint(member) for member in members)
+
+
+def _fingerprint(member: Member) -> int:
+    stored = _format(member)
+    if stored is None or not stored.buffers or member.place.first_row or member.param.device.type == "meta":
+        return 0
+    held = member.place.local(member.param.detach())
+    if not held.numel():
+        return 0
+    row = held[0].contiguous().view(-1).view(torch.uint8).cpu()
+    return zlib.crc32(row.numpy().tobytes()) or 1
+
+
+def text(members: Sequence[Member]) -> str:
+    """Return the fingerprints for a checkpoint; empty without low bits."""
+    found = fingerprints(members)
+    return json.dumps(found) if any(found) else ""
+
+
+def read(content: str) -> tuple[int, ...]:
+    """Read what :func:`text` wrote.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    found = json.loads(content) if content else ()
+    if not isinstance(found, (list, tuple)) or not all(type(each) is int for each in found):
+        raise ValueError(f"the checkpoint's checksums of weights are damaged: {content[:40]!r}.")
+    return tuple(found)
+
+
+def check(members: Sequence[Member], expected: Sequence[int]) -> None:
+    """Raise if parameters are not those that loaded low bits belong to.
+
+    Raises:
+        RuntimeError: says how many, and what to do.
+    """
+    pairs = [(m, want, has) for m, want, has in zip(members, expected, fingerprints(members)) if want and has]
+    wrong = [member.name for member, want, has in pairs if want != has]
+    if wrong:
+        nbytes = sum(_low_bytes(member) for member, _, _ in pairs)
+        raise RuntimeError(
+            f"the optimizer's checkpoint has {nbytes} B of low bits (slot '{WEIGHT.name}'), but {len(wrong)} of "
+            f"{len(pairs)} parameters, such as {wrong[0]!r}, are not the weights that they belong to. Load the model's "
+            "weights of the same step too; or call baoc.load_fp32_state_dict(model, optimizer, weights) for fp32 "
+            "weights; or optimizer.clear_low_bits() to train on from the weights as they are."
+        )
+
+
+def _low_bytes(member: Member) -> int:
+    stored = _format(member)
+    return 0 if stored is None else sum(buffer.nbytes for buffer in stored.buffers)

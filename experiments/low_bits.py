@@ -37,7 +37,7 @@ from experiments.workloads import Options, Workload, get
 FORMATS = ("fp32", "16", "8", "sr", "none")
 RATES = (1e-3, 1e-5)
 CLIP = 1.0
-EVALUATED = 20  # batches
+EVALUATED = 10  # batches
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("scratch", "gpt", "muon[m=int8] else adamw[m=int8,v=factored]", steps=200),
-    Setting("finetune", "stories15m/gsm8k", "adamw[m=int8,v=factored]", steps=40, batch=4, length=128),
+    Setting("scratch", "gpt", "muon[m=int8] else adamw[m=int8,v=factored]", steps=120),
+    Setting("finetune", "stories15m/gsm8k", "adamw[m=int8,v=factored]", steps=24, batch=4, length=128),
 )
 
 

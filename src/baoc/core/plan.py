@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,11 +123,11 @@ class Plan:
             )
         )
 
-    def with_low_bits(self, dtypes: Mapping[str, torch.dtype], weight: str) -> Plan:
+    def with_low_bits(self, narrow: Collection[str], weight: str) -> Plan:
         """Return the plan with a format for the low bits of 16-bit parameters, where it says nothing about them.
 
         Args:
-            dtypes: dtype by parameter name.
+            narrow: names of the 16-bit parameters.
             weight: the format, such as ``"8"``.
 
         Returns:
@@ -135,22 +135,20 @@ class Plan:
 
         Example:
             >>> plan = Plan.uniform("adamw-8", {"a": (64, 64), "b": (64, 64)})
-            >>> plan = plan.with_low_bits({"a": torch.bfloat16, "b": torch.float32}, "8")
-            >>> [(block.name, str(block.configuration)) for block in plan.blocks]
+            >>> [(block.name, str(block.configuration)) for block in plan.with_low_bits({"a"}, "8").blocks]
             [('all', 'adamw[m=int8,v=int8]'), ("all'", 'adamw[m=int8,v=int8,w=8]')]
         """
         blocks: list[Block] = []
         names = {block.name for block in self.blocks}
         for block in self.blocks:
-            narrow = {n: s for n, s in block.parameters.items() if dtypes.get(n) in LOW_PRECISION}
-            if not narrow or block.configuration.weight:
+            mine = {name: shape for name, shape in block.parameters.items() if name in narrow}
+            if not mine or block.configuration.weight:
                 blocks.append(block)
                 continue
-            changed = replace(block, configuration=block.configuration.with_weight(weight), parameters=narrow)
-            if len(narrow) < len(block.parameters):
-                blocks.append(
-                    replace(block, parameters={n: s for n, s in block.parameters.items() if n not in narrow})
-                )
+            changed = replace(block, configuration=block.configuration.with_weight(weight), parameters=mine)
+            if len(mine) < len(block.parameters):
+                others = {name: shape for name, shape in block.parameters.items() if name not in mine}
+                blocks.append(replace(block, parameters=others))
                 while changed.name in names:
                     changed = replace(changed, name=f"{changed.name}'")
                 names.add(changed.name)

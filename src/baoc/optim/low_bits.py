@@ -7,6 +7,8 @@ low bits as an attribute; the optimizer that is built next takes them over, so t
 from __future__ import annotations
 
 import json
+import logging
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -25,6 +27,10 @@ from baoc.optim.kernels.eager import TILE_NUMEL
 from baoc.optim.kernels.update import row_tiles
 from baoc.optim.state import ParamState
 
+logger = logging.getLogger("baoc")
+TYPICAL_UPDATE = 0.3
+"""RMS of an update relative to the learning rate, as AdamW's is during training."""
+_LOOKED_AT = 1 << 14  # elements of a parameter
 _CARRIED = "_baoc_low_bits"
 M = TypeVar("M", bound=nn.Module)
 
@@ -283,6 +289,52 @@ def clear(optimizer: HasMembers) -> None:
         for _, key in stored.keys if stored is not None and state else ():
             member.place.held(state)[key].zero_()  # type: ignore[arg-type]
     forget(optimizer)
+
+
+# ---- updates that are lost without low bits ----
+
+
+@torch.no_grad()
+def warn_of_lost_updates(members: Iterable[Member]) -> None:
+    """Log a warning that says how many updates ``w=none`` loses, if a parameter has it."""
+    mine = [each for each in members if each.layout.configuration.weight == "none" and each.param.device.type != "meta"]
+    total = sum(math.prod(member.shape) for member in mine)
+    if not total:
+        return
+    shares = [lost_share(member.place.local(member.param.detach()), _rate(member)) for member in mine]
+    share = sum(each * math.prod(member.shape) for each, member in zip(shares, mine)) / total
+    lr = float(mine[0].group["lr"])
+    logger.warning(
+        "%d parameters have w=none: 16-bit weights that are rounded to nearest lose about %.0f%% of their updates at "
+        "lr=%g (updates of %g lr; all of the weight decay). Use w=8, or w=sr which takes no memory.",
+        len(mine), 100 * share, lr, TYPICAL_UPDATE,
+    )  # fmt: skip
+
+
+def _rate(member: Member) -> float:
+    return float(member.group["lr"]) * (1.0 if member.lr_scale is None else member.lr_scale)
+
+
+def lost_share(param: Tensor, lr: float) -> float:
+    """Return the share of elements that an update of normal size does not change, rounded to nearest.
+
+    Args:
+        param: 16-bit weights; some of them are looked at.
+        lr: learning rate. Updates are taken to be normal, with a deviation of :data:`TYPICAL_UPDATE` times it.
+
+    Example:
+        >>> weights = 0.02 * torch.randn(100, 100, generator=torch.Generator().manual_seed(0))
+        >>> [round(lost_share(weights.bfloat16(), lr), 2) for lr in (3e-4, 1e-4, 1e-5)]
+        [0.35, 0.68, 0.96]
+    """
+    flat = param.reshape(-1)
+    some = flat[:: max(1, flat.numel() // _LOOKED_AT)]
+    if not some.numel():
+        return 0.0
+    exponent = torch.frexp(some.float()).exponent  # weights are 0.5 to 1 times two to its power
+    half = torch.exp2(exponent.float() - 2) * torch.finfo(param.dtype).eps
+    lost = torch.erf(half / max(TYPICAL_UPDATE * lr * math.sqrt(2), 1e-30))
+    return float(torch.where(some == 0, 0.0, lost).mean())
 
 
 # ---- weights and low bits of one checkpoint ----

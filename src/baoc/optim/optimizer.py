@@ -114,7 +114,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         chosen = plan if isinstance(plan, Plan) else self._plan
         if plan is not None:
             groups.refuse_idle(chosen, settings)
-        chosen = chosen.with_low_bits(self._dtypes(), SMALLEST_WEIGHT)
+        chosen = chosen.with_low_bits(self._low_precision(), SMALLEST_WEIGHT)
         self._install_plan(chosen if offload is None else chosen.offloaded(host=offload))
 
     def _setup(
@@ -395,7 +395,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         """Set the first plan and allocate the state of every trainable parameter."""
         groups.refuse_offloading(self.members(), plan)
         self.__dict__.update(_plan=plan, _is_planned=True, _members=None)
-        self._current_members()
+        low_bits.warn_of_lost_updates(self.members())
 
     def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
         """Change configurations in the middle of training.
@@ -430,7 +430,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self.synchronize()
         members = self.members()
         plan.check(self._shapes())
-        plan = plan.with_low_bits(self._dtypes(), SMALLEST_WEIGHT)
+        plan = plan.with_low_bits(self._low_precision(), SMALLEST_WEIGHT)
         groups.refuse_offloading(members, plan)
         has_stepped = self._steps > 0
         # ranks that share a parameter communicate in here
@@ -443,6 +443,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         finally:
             self._finish_change()
         low_bits.take_over(self.members(), self.state)
+        low_bits.warn_of_lost_updates(self.members())
 
     def _finish_change(self) -> None:
         """Make the plan say what :meth:`set_plan` did, however far it came.
@@ -496,8 +497,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         if new or len(named) != sum(len(block.parameters) for block in self._plan.blocks):
             kept = groups.restricted(self._plan, {name: real_shape(param) for name, param in named.items()})
             self._plan = self._extended(kept, len(self.param_groups) - 1, self._default, new)
-        dtypes = {name: param.dtype for name, param in named.items()}
-        self._plan = self._plan.with_low_bits(dtypes, SMALLEST_WEIGHT)  # a model may be cast before it trains
+        narrow = {name for name, param in named.items() if param.dtype in LOW_PRECISION}
+        self._plan = self._plan.with_low_bits(narrow, SMALLEST_WEIGHT)  # a model may be cast before it trains
 
     def _rename(self, names: Mapping[str, str]) -> None:
         """Follow parameters without names, which are called by their positions, when others leave before them.
@@ -518,6 +519,10 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     def _dtypes(self) -> dict[str, torch.dtype]:
         return {member.name: member.param.dtype for member in self.members()}
+
+    def _low_precision(self) -> frozenset[str]:
+        """Return the names of 16-bit parameters."""
+        return frozenset(name for name, dtype in self._dtypes().items() if dtype in LOW_PRECISION)
 
     # ---- what a logger shows ----
 

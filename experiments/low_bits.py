@@ -69,7 +69,9 @@ def workload_for(setting: Setting, data: str | None, pretrained: str | None, bf1
     return setting.workload(options)
 
 
-def run(setting: Setting, weights: str, lr: float, seed: int, data: str | None, pretrained: str | None) -> dict[str, Any]:
+def run(
+    setting: Setting, weights: str, lr: float, seed: int, data: str | None, pretrained: str | None
+) -> dict[str, Any]:
     """Train once; return the losses, and how far the fp32 weights moved."""
     begun = time.process_time()
     is_wide = weights == "fp32"
@@ -93,7 +95,9 @@ def run(setting: Setting, weights: str, lr: float, seed: int, data: str | None, 
         optimizer.zero_grad()
         schedule.step()
     test_loss = workload.evaluate(model, "test", EVALUATED)["loss"]
-    moved = sum(float((param.detach().float() - start[name]).square().sum()) for name, param in model.named_parameters())
+    moved = sum(
+        float((param.detach().float() - start[name]).square().sum()) for name, param in model.named_parameters()
+    )
     return {
         "test_loss": test_loss,
         "train_loss": statistics.mean(losses[-max(1, setting.steps // 10) :]),
@@ -126,7 +130,9 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     for regime, name, lr in dict.fromkeys((row["regime"], row["workload"], row["lr"]) for row in rows):
         wide = [row["test_loss"] for row in rows if (row["regime"], row["lr"], row["weights"]) == (regime, lr, "fp32")]
         told = [cells.get((regime, lr, weights)) for weights in FORMATS[1:]]
-        lines.append([f"`{name}`", f"{lr:g}", estimate(wide, ".4f"), *(estimate(c, "+.3f") if c else "-" for c in told)])
+        lines.append(
+            [f"`{name}`", f"{lr:g}", estimate(wide, ".4f"), *(estimate(c, "+.3f") if c else "-" for c in told)]
+        )
     header = ["Workload", "lr", "fp32 weights", *(f"`w={each}`, %" for each in FORMATS[1:])]
     return markdown.table(header, lines)
 

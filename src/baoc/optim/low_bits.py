@@ -104,7 +104,7 @@ def to_low_precision(model: M, dtype: torch.dtype = torch.bfloat16) -> M:
             found[name] = low
         return _like(tensor, upper)
 
-    model._apply(cast)
+    model._apply(cast)  # type: ignore[no-untyped-call]
     for name, param in model.named_parameters():
         if name in found:
             setattr(param, _CARRIED, _Carried(found[name], param._version))
@@ -127,9 +127,7 @@ def _like(tensor: Tensor, held: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(
-        held, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return DTensor.from_local(held, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 @torch.no_grad()
@@ -192,7 +190,7 @@ def load_fp32_state_dict(
     Args:
         model: the model.
         optimizer: its :class:`~baoc.BlockOptimizer` or :class:`~baoc.BAOC`.
-        state_dict: weights, such as those of :func:`fp32_state_dict`. For sharded parameters, whole tensors or DTensors.
+        state_dict: weights, such as those of :func:`fp32_state_dict`. Sharded parameters take whole tensors and DTensors.
         strict: as in ``model.load_state_dict``.
 
     Returns:
@@ -248,7 +246,7 @@ def _parts(member: Member, stored: WeightFormat, state: ParamState) -> dict[str,
 def take_over(members: Iterable[Member], states: Mapping[Tensor, ParamState]) -> None:
     """Move the low bits that parameters carry into the state of an optimizer.
 
-    Low bits of a parameter that was written since, as by ``load_state_dict``, belong to other weights: they are dropped.
+    Low bits of a parameter that was written since, as by ``load_state_dict``, belong to other weights and are dropped.
     """
     for member in members:
         carried = getattr(member.param, _CARRIED, None)
@@ -263,9 +261,7 @@ def take_over(members: Iterable[Member], states: Mapping[Tensor, ParamState]) ->
                 target.copy_(low_bits_as(target.dtype, carried.low).view_as(target))
 
 
-def kept(
-    saved: Layout, layout: Layout, states: Mapping[Tensor, ParamState], member: Member
-) -> dict[str, Tensor]:
+def kept(saved: Layout, layout: Layout, states: Mapping[Tensor, ParamState], member: Member) -> dict[str, Tensor]:
     """Return the low bits that stay when a checkpoint without them is loaded.
 
     Args:

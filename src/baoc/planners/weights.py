@@ -111,9 +111,8 @@ def planned_frontier(
 def low_bits_bytes(model: ModelFacts, weight: str, *, per_rank: bool) -> int:
     """Return the bytes of slot ``w`` for all 16-bit parameters, on all ranks or on the one that holds most."""
     rows = model.rows if per_rank else {}
-    formats = (
-        CODECS[weight].at(model.shapes[name], WEIGHT, rows.get(name)) for name in model.low_precision & set(model.shapes)
-    )
+    shapes = {name: model.shapes[name] for name in model.low_precision if name in model.shapes}
+    formats = (CODECS[weight].at(shape, WEIGHT, rows.get(name)) for name, shape in shapes.items())
     return sum(buffer.nbytes for stored in formats for buffer in stored.buffers)
 
 
@@ -135,7 +134,7 @@ def effect(regime: str, lr: float, weight: str) -> Effect:
     """Return what a format costs against fp32 weights, in percent of the loss.
 
     It is what was measured at the learning rate that is nearest. A difference below its standard error counts as none,
-    and so does a gain: low bits cannot be better than all bits.
+    and so does a gain. A format costs at most what one with fewer bits costs: anything else is noise.
 
     Args:
         regime: as in :class:`ModelFacts`. For "general" it is that of training from scratch.
@@ -146,11 +145,15 @@ def effect(regime: str, lr: float, weight: str) -> Effect:
         >>> effect("scratch", 1e-3, "none").loss > effect("scratch", 1e-3, "8").loss
         True
     """
+    found = [_nearest(regime, lr, each) for each in WEIGHT.codecs[WEIGHT.codecs.index(weight) :]]
+    losses = (row["loss"] if row["loss"] > (row["error"] or 0.0) else 0.0 for row in found)
+    return Effect(min(losses), found[0]["error"] or 0.0, found[0]["runs"])
+
+
+def _nearest(regime: str, lr: float, weight: str) -> dict[str, Any]:
     rows = [row for row in _measured() if row["weights"] == weight]
     mine = [row for row in rows if row["regime"] == regime] or [row for row in rows if row["regime"] == SCRATCH]
-    row = min(mine, key=lambda row: abs(math.log(row["lr"] / max(lr, 1e-12))))
-    error = row["error"] or 0.0
-    return Effect(row["loss"] if row["loss"] > error else 0.0, error, row["runs"])
+    return min(mine, key=lambda row: abs(math.log(row["lr"] / max(lr, 1e-12))))
 
 
 @functools.cache

@@ -87,25 +87,35 @@ class Answer:
     @property
     def per_parameter(self) -> dict[str, float]:
         """Bytes of weights, their low bits, gradients and state per trained parameter of a rank."""
-        numel = max(1, self.numel)
-        low_bits = low_bits_bytes(self.chosen.plan.sharded(self.setup.shards))
-        parts = {
-            "weights": self.memory.weights,
-            "low bits": low_bits,
-            "gradients": self.memory.gradients,
-            "state": self.chosen.state - low_bits,
-        }
-        return {name: nbytes / numel for name, nbytes in parts.items()}
+        return bytes_per_parameter(self.chosen.plan.sharded(self.setup.shards), self.memory)
 
     @property
     def numel(self) -> int:
         """Trained parameters on the rank that holds the most."""
-        plan = self.chosen.plan.sharded(self.setup.shards)
-        return sum(
-            math.prod((plan.rows.get(name, shape[0]), *shape[1:])) if shape else 1
-            for name, block in plan.by_parameter
-            for shape in (block.parameters[name],)
-        )
+        return numel_per_rank(self.chosen.plan.sharded(self.setup.shards))
+
+
+def bytes_per_parameter(plan: Plan, memory: Memory) -> dict[str, float]:
+    """Return the bytes of weights, their low bits, gradients and state per trained parameter of a rank.
+
+    Args:
+        plan: the plan; its ``rows`` say what a rank holds.
+        memory: everything but state.
+    """
+    low_bits, numel = low_bits_bytes(plan), max(1, numel_per_rank(plan))
+    parts = {
+        "weights": memory.weights,
+        "low bits": low_bits,
+        "gradients": memory.gradients,
+        "state": plan.device_bytes_per_rank - low_bits,
+    }
+    return {name: nbytes / numel for name, nbytes in parts.items()}
+
+
+def numel_per_rank(plan: Plan) -> int:
+    """Return the parameters of a plan on the rank that holds the most."""
+    shapes = ((name, block.parameters[name]) for name, block in plan.by_parameter)
+    return sum(math.prod((plan.rows.get(name, shape[0]), *shape[1:])) if shape else 1 for name, shape in shapes)
 
 
 class Fitter:
@@ -208,8 +218,8 @@ class Fitter:
             shapes = self._measured.weights.trained
             rows = {name: rows_per_rank(shape[0], shards) for name, shape in shapes.items() if shape}
             narrow = frozenset(shapes) if is_narrow else frozenset[str]()
-            changed = {"rows": rows if shards > 1 else {}, "low_precision": narrow}
-            model = replace(self._model, shapes=shapes, tokens=tokens, **changed)
+            model = replace(self._model, shapes=shapes, tokens=tokens, low_precision=narrow)
+            model = replace(model, rows=rows if shards > 1 else {})
             self._problems[key] = self._planner.problem(model, per_rank=shards > 1)
         return self._problems[key]
 

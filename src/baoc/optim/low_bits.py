@@ -30,7 +30,9 @@ from baoc.optim.state import ParamState
 logger = logging.getLogger("baoc")
 TYPICAL_UPDATE = 0.3
 """RMS of an update relative to the learning rate, as AdamW's is during training."""
+_SAMPLED = 8  # parameters whose first rows tell whether weights were replaced
 _LOOKED_AT = 1 << 14  # elements of a parameter
+_KEPT = (nn.modules.batchnorm._BatchNorm,)  # modules whose parameters must have the dtype of their buffers
 _CARRIED = "_baoc_low_bits"
 M = TypeVar("M", bound=nn.Module)
 
@@ -58,7 +60,8 @@ def to_low_precision(model: M, dtype: torch.dtype = torch.bfloat16) -> M:
 
     The optimizer that is built next takes the low bits over into slot ``w``: all of them with ``w=16``, the upper half
     with ``w=8``. Buffers keep their dtype, since bf16 damages some of them, such as rotary frequencies and running
-    variances. Parameters that are not trained are rounded, and their low bits are not kept.
+    variances; batch norms stay fp32 as a whole, because torch computes them so for 16-bit inputs. Parameters that are
+    not trained are rounded, and their low bits are not kept.
 
     Call it on a model with its weights, after ``fully_shard``, and before an optimizer is built.
 
@@ -82,7 +85,9 @@ def to_low_precision(model: M, dtype: torch.dtype = torch.bfloat16) -> M:
     """
     if dtype not in LOW_PRECISION:
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float16, got {dtype!r}.")
-    names = {id(param): name for name, param in model.named_parameters() if param.dtype == torch.float32}
+    wide = {id(param) for each in model.modules() if isinstance(each, _KEPT) for param in each.parameters()}
+    named = ((name, param) for name, param in model.named_parameters() if id(param) not in wide)
+    names = {id(param): name for name, param in named if param.dtype == torch.float32}
     for name, param in model.named_parameters():
         if id(param) in names and param.grad is not None:
             raise ValueError(
@@ -190,7 +195,7 @@ def load_fp32_state_dict(
     Args:
         model: the model.
         optimizer: its :class:`~baoc.BlockOptimizer` or :class:`~baoc.BAOC`.
-        state_dict: weights, such as those of :func:`fp32_state_dict`. Sharded parameters take whole tensors and DTensors.
+        state_dict: weights, such as those of :func:`fp32_state_dict`. Sharded ones may be whole tensors or DTensors.
         strict: as in ``model.load_state_dict``.
 
     Returns:
@@ -338,7 +343,7 @@ def lost_share(param: Tensor, lr: float) -> float:
 
 def forget(optimizer: Any) -> None:
     """Let go of what weights a checkpoint's low bits belong to."""
-    optimizer._expected_weights = ()
+    optimizer._expected_weights, optimizer._seen_weights = (), None
 
 
 def fingerprints(members: Sequence[Member]) -> tuple[int, ...]:
@@ -394,6 +399,58 @@ def check(members: Sequence[Member], expected: Sequence[int]) -> None:
             "weights of the same step too; or call baoc.load_fp32_state_dict(model, optimizer, weights) for fp32 "
             "weights; or optimizer.clear_low_bits() to train on from the weights as they are."
         )
+
+
+class Sight(NamedTuple):
+    """What parameters with low bits were after a step."""
+
+    versions: tuple[int, ...]
+    sample: Tensor  # bits of first rows
+
+
+def sight(members: Iterable[Member]) -> Sight | None:
+    """Note what parameters with low bits are; ``None`` if there are none. Sharded ones do not count."""
+    mine = _with_low_bits(members)
+    return Sight(_versions(mine), _sample(mine)) if mine else None
+
+
+def check_written(members: Iterable[Member], seen: Sight | None) -> None:
+    """Raise if all parameters with low bits were replaced since the last step, as by ``model.load_state_dict``.
+
+    Parameters that were written and then put back, as around an evaluation of averaged weights, are the same.
+
+    Raises:
+        RuntimeError: says how many, and what to do.
+    """
+    mine = _with_low_bits(members) if seen is not None else []
+    if seen is None or len(mine) != len(seen.versions):
+        return
+    if any(now == then for now, then in zip(_versions(mine), seen.versions)):
+        return
+    sample = _sample(mine)
+    if sample.shape == seen.sample.shape and not torch.equal(sample.to(seen.sample.device), seen.sample):
+        nbytes = sum(map(_low_bytes, mine))
+        raise RuntimeError(
+            f"all {len(mine)} parameters with low bits, such as {mine[0].name!r}, were written since the last step, "
+            f"but the {nbytes} B in slot '{WEIGHT.name}' belong to the weights before. If you loaded weights, "
+            "load the optimizer's checkpoint of the same step too, or call baoc.load_fp32_state_dict(model, optimizer, "
+            "weights), or optimizer.clear_low_bits() to train on from the weights as they are. If you write weights "
+            "after each step, use w=sr."
+        )
+
+
+def _with_low_bits(members: Iterable[Member]) -> list[Member]:
+    return [each for each in members if each.place.ranks is None and _low_bytes(each) and each.param.numel()]
+
+
+def _versions(members: Sequence[Member]) -> tuple[int, ...]:
+    return tuple(member.param._version for member in members)
+
+
+def _sample(members: Sequence[Member]) -> Tensor:
+    few = members[:: -(-len(members) // _SAMPLED)]
+    rows = [member.param.detach().reshape(len(member.param) if member.param.dim() else 1, -1)[0] for member in few]
+    return torch.cat([row.contiguous().view(torch.int16).to(rows[0].device) for row in rows])
 
 
 def _low_bytes(member: Member) -> int:

@@ -75,6 +75,7 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     _release: ReleasedGradients | None = None  # while gradients are released; not part of copies
     _saved_norms = ""  # of the last step, from a checkpoint
+    _seen_weights: low_bits.Sight | None = None  # after the last step
     _expected_weights: tuple[int, ...] = ()  # fingerprints of the weights that loaded low bits belong to
 
     def __init__(
@@ -216,6 +217,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             advance_ages(mine)
         self._guard.note(suspects)
         self._watch.end()
+        self._seen_weights = low_bits.sight(members.all)
         self._steps += 1
         return True
 
@@ -338,7 +340,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         loaded = checkpoint.prepare(state_dict, members, self.param_groups, own_plan, self._offload, self.state)
         extra = self._read_extra(loaded)
         content = {"state": loaded.state, "param_groups": loaded.param_groups, "_plan": loaded.plan}
-        own = {"_saved_norms": loaded.norms, "_expected_weights": loaded.weights}
+        own = {"_saved_norms": loaded.norms, "_expected_weights": loaded.weights, "_seen_weights": None}
         self.__setstate__({**content, "_is_planned": True, "_steps": 0, **own, **extra})
         if self._release is not None:
             self._release.load(loaded.norms)
@@ -368,10 +370,11 @@ class BlockOptimizer(torch.optim.Optimizer):
         low_bits.clear(self)
 
     def _check_low_bits(self) -> None:
-        """Refuse to train weights with the low bits of others. Called once after a checkpoint was loaded."""
+        """Refuse to train weights with the low bits of others, before a step."""
         if self._expected_weights:
             low_bits.check(self.members(), self._expected_weights)
             self._expected_weights = ()
+        low_bits.check_written(self.members(), self._seen_weights)
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()

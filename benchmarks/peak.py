@@ -196,7 +196,9 @@ def _watch_gradients(params: Sequence[nn.Parameter]) -> list[int]:
     # hooks run in the order in which they were registered, and released gradients are gone in this one
     hooks = [hook for param in params for hook in [param._post_accumulate_grad_hooks] if hook]
     for each in hooks:
-        each.move_to_end(next(reversed(each)), last=False)
+        *before, last = each.items()
+        each.clear()
+        each.update([last, *before])
     return seen
 
 

@@ -2,7 +2,7 @@
 
 A planner chooses rules and state formats for what is left of a budget after the low bits. 8 bits are the default. Where
 a budget has no room for them, or where rules and state formats would lose more than stochastic rounding does, the plan
-has ``w=sr``, which takes no bytes. What the formats cost was measured by ``python -m experiments.low_bits``.
+has ``w=sr``, which takes no bytes. What the formats cost was measured: see ``docs/results/weights.md``.
 """
 
 from __future__ import annotations

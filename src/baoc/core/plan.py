@@ -155,6 +155,30 @@ class Plan:
             blocks.append(changed)
         return self if tuple(blocks) == self.blocks else replace(self, blocks=tuple(blocks))
 
+    def without_low_bits(self, wide: Collection[str]) -> Plan:
+        """Return the plan without slot ``w`` for some parameters: those that are fp32.
+
+        Args:
+            wide: their names.
+
+        Returns:
+            The plan. Blocks with other parameters too are divided.
+        """
+        if not any(block.configuration.weight and any(n in wide for n in block.parameters) for block in self.blocks):
+            return self
+        blocks: list[Block] = []
+        for block in self.blocks:
+            mine = {name: shape for name, shape in block.parameters.items() if name in wide}
+            if not mine or not block.configuration.weight:
+                blocks.append(block)
+                continue
+            others = {name: shape for name, shape in block.parameters.items() if name not in mine}
+            changed = replace(block, configuration=block.configuration.with_weight(None), parameters=mine)
+            blocks += (
+                [replace(block, parameters=others), replace(changed, name=f"{block.name}'")] if others else [changed]
+            )
+        return replace(self, blocks=tuple(blocks))
+
     @staticmethod
     def refuse_unsuited(configuration: Configuration, shapes: Mapping[str, Shape], roles: Mapping[str, Role]) -> None:
         """Raise if no parameter would use the update rule of a requested configuration.

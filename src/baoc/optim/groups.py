@@ -20,8 +20,8 @@ from baoc.core.mechanisms import MECHANISMS, known_settings
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role, canonical_name
 from baoc.core.sharding import HOST, WHOLE, Place, Ranks, has_own_memory, place_of
-from baoc.core.spec import LOW_PRECISION, Hyper, Shape, real_shape
-from baoc.optim.state import Memo, ParamState, is_fresh, misfit, new_state, refuse_shared_memory
+from baoc.core.spec import LOW_PRECISION, WEIGHT, Hyper, Shape, real_shape
+from baoc.optim.state import Memo, ParamState, is_fresh, misfit, new_slot, new_state, refuse_shared_memory
 
 Group = dict[str, Any]
 
@@ -183,6 +183,17 @@ def _low_bits_keys(member: Member) -> tuple[tuple[str, str], ...]:
     return tuple(pair for each in member.layout.formats if each.slot.of_weight for pair in each.keys)
 
 
+def _follow_dtype(member: Member, state: ParamState) -> None:
+    """Add slot ``w`` to state that has none, or drop it, as the parameter's dtype needs."""
+    formats = [each for each in member.layout.formats if each.slot.of_weight]
+    if not formats:
+        for key in [key for key in state if key.partition(".")[0] == WEIGHT.name]:
+            del state[key]
+    for stored in formats:
+        if stored.age_key not in state:
+            state.update(new_slot(stored, member.state_device, member.place))
+
+
 def allocate(members: Iterable[Member], state: dict[Any, ParamState]) -> None:
     """Give state to every trainable parameter that has none; drop untouched state of parameters that left.
 
@@ -194,6 +205,9 @@ def allocate(members: Iterable[Member], state: dict[Any, ParamState]) -> None:
     known = {id(member.param) for member in members}
     left = [key for key in state if isinstance(key, Tensor) and id(key) not in known]
     state.update(new)
+    for member in members:  # a model that was cast while it trains has other low bits than before
+        if state.get(member.param) and member.param not in new:
+            _follow_dtype(member, state[member.param])
     for key in left:
         if is_fresh(state[key]):
             del state[key]

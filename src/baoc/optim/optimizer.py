@@ -501,7 +501,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             kept = groups.restricted(self._plan, {name: real_shape(param) for name, param in named.items()})
             self._plan = self._extended(kept, len(self.param_groups) - 1, self._default, new)
         narrow = {name for name, param in named.items() if param.dtype in LOW_PRECISION}
-        self._plan = self._plan.with_low_bits(narrow, SMALLEST_WEIGHT)  # a model may be cast before it trains
+        if self._members is not None:  # the model may have been cast: its plan follows
+            self._plan = self._plan.without_low_bits(named.keys() - narrow).with_low_bits(narrow, SMALLEST_WEIGHT)
 
     def _rename(self, names: Mapping[str, str]) -> None:
         """Follow parameters without names, which are called by their positions, when others leave before them.

@@ -298,10 +298,6 @@ def plan_reasons(plan: Plan) -> list[str]:
     return [fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False) for text in texts]
 
 
-_LOW_BITS_TEXTS.get(low_bits, low_bits)}")
-    return "\n".join(lines)
-
-
 _LOW_BITS_TEXTS = {
     "16": "w=16, all that fp32 has",
     "8": "w=8, one byte for each weight",

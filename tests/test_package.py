@@ -34,12 +34,12 @@ LAYERS = {
         *("block", "plan", "budget"),
     ],
     "optim": [
-        *("agreement", "state", "groups", "kernels", "staging", "engine", "guard", "migrate"),
+        *("agreement", "state", "groups", "kernels", "low_bits", "staging", "engine", "guard", "migrate"),
         *("torch_state", "checkpoint", "optimizer", "release"),
     ],
     "planners": [
         *("model_facts", "base", "total", "patterns", "cost", "placement", "lr_multipliers", "trust"),
-        *("effect_table", "simplify", "effect_problem", "effects", "paper"),
+        *("effect_table", "weights", "simplify", "effect_problem", "effects", "paper"),
     ],
     "planners/paper": [
         *("units", "coordinates", "sampling", "statistics", "metrics", "risk", "refine"),

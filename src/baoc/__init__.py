@@ -5,6 +5,7 @@ from baoc.core.codecs import register_codec
 from baoc.core.configuration import CATALOG, EXTENDED, Configuration, ConfigurationError, parse
 from baoc.core.mechanisms import register_mechanism
 from baoc.optim.checkpoint import CheckpointError
+from baoc.optim.low_bits import fp32_state_dict, load_fp32_state_dict, to_low_precision
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.optim.release import ReleasedGradients, release_gradients
 from baoc.optim.state import state_bytes
@@ -37,6 +38,8 @@ __all__ = [
     "StatisticsError",
     "__version__",
     "collect_statistics",
+    "fp32_state_dict",
+    "load_fp32_state_dict",
     "make_plan",
     "parse",
     "prepare_for_load",
@@ -45,5 +48,6 @@ __all__ = [
     "register_risk",
     "release_gradients",
     "state_bytes",
+    "to_low_precision",
     "to_torch",
 ]

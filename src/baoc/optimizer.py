@@ -458,7 +458,8 @@ class BAOC(BlockOptimizer):
         planned = set(self._names)
         shapes = {name: shape for name, shape in self._shapes().items() if name in planned}
         hyper, one_lr = resume.typical_hyper(self.param_groups)
-        return dataclasses.replace(self._facts, shapes=shapes, hyper=hyper, one_lr=one_lr, rows=self._rows_per_rank())
+        facts = dataclasses.replace(self._facts, low_precision=self._low_precision() & planned)
+        return dataclasses.replace(facts, shapes=shapes, hyper=hyper, one_lr=one_lr, rows=self._rows_per_rank())
 
     def _budget(self, held: int = 0) -> Budget:
         """What is left for the parameters that are planned, besides ``held`` bytes of the planner."""

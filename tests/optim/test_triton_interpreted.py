@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from baoc import parse
+from baoc.core.codecs.weights import PARAM
 from baoc.optim.kernels import triton as triton_kernels
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job, advance_ages
@@ -37,6 +38,8 @@ from tests.optim.triton_cases import (
 
 need_interpreter()
 
+LOW_BITS = ("16", "8", "sr")
+
 # The interpreter divides where it does not use the quotient.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -53,6 +56,38 @@ def test_it_equals_eager(configuration):
                 expected.step(EagerKernel(), grads)
                 found.step(kernel(), grads)
             assert_equal(expected, found, is_exact(configuration))
+
+
+@pytest.mark.parametrize(
+    ("configuration", "weight"),
+    [(each, LOW_BITS[index % 3]) for index, each in enumerate(CONFIGURATIONS)]
+    + [(parse("adamw-8"), each) for each in LOW_BITS],
+    ids=str,
+)
+def test_weights_with_low_bits_equal_eager(configuration, weight):
+    """Every configuration with one of the formats of slot ``w``, and one with all of them."""
+    spelled, shapes = configuration.with_weight(weight), shapes_for(configuration)[:3]
+    expected, found = (Trial(spelled, shapes, BF16) for _ in range(2))
+    for grads in streams(2, BF16, shapes):
+        with ExactRoots():
+            expected.step(EagerKernel(), grads)
+            found.step(kernel(), grads)
+    if is_exact(configuration):
+        assert_equal(expected, found, exact=True)
+    step = {"16": 2.0**-18, "8": 2.0**-15, "sr": 2.0**-7}[weight]
+    for ours, theirs in zip(_joined(found), _joined(expected)):
+        apart = (ours - theirs).abs() > step * theirs.abs() + 1e-6
+        assert apart.sum() <= apart.numel() // 1000
+
+
+def _joined(trial: Trial) -> list[Tensor]:
+    """The fp32 weights."""
+    weights = []
+    for layout, param, state in zip(trial.layouts, trial.params, trial.states):
+        stored = next(each for each in layout.formats if each.slot.of_weight)
+        parts = {**stored.held_in(state), PARAM: param.view(-1, 1) if param.dim() == 0 else param}
+        weights.append(stored.decode(parts, slice(0, len(parts[PARAM]))))
+    return weights
 
 
 @pytest.mark.parametrize("configuration", ["adamw-8", "adamw[m=int8,v=factored]", "colnorm-8"])

@@ -136,7 +136,7 @@ class Configuration:
         return dict(self.codec_names).get(WEIGHT.name)
 
     def with_weight(self, codec: str | None) -> Configuration:
-        """Return the configuration with another codec for the low bits of 16-bit parameters.
+        """Return the configuration with another codec for the low bits of 16-bit parameters, after ``else`` too.
 
         Args:
             codec: ``"16"``, ``"8"``, ``"sr"`` or ``"none"``; ``None`` leaves the slot out, as for fp32 parameters.
@@ -149,7 +149,9 @@ class Configuration:
             'adamw[m=int8,v=int8,w=8]'
         """
         others = tuple((slot, name) for slot, name in self.codec_names if slot != WEIGHT.name)
-        return replace(self, codec_names=others if codec is None else (*others, (WEIGHT.name, codec)))
+        otherwise = None if self.otherwise is None else self.otherwise.with_weight(codec)
+        names = others if codec is None else (*others, (WEIGHT.name, codec))
+        return replace(self, codec_names=names, otherwise=otherwise)
 
     def codec(self, slot: str) -> Codec:
         """Return the codec of a slot.

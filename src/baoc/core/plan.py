@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from baoc.core.configuration import BUDGET_REFERENCE, Configuration, parse
 from baoc.core.files import read_json, replaced
 from baoc.core.roles import Role, as_matrices, roles_by_name
 from baoc.core.sharding import rows_per_rank
-from baoc.core.spec import BATCH_NUMEL, LOW_PRECISION, Reach, Shape
+from baoc.core.spec import BATCH_NUMEL, DEFAULT_WEIGHT, LOW_PRECISION, Reach, Shape
 from baoc.core.text import plan_table
 
 __all__ = ["FORMAT", "VERSION", "Block", "Plan", "PlanError"]
@@ -82,7 +82,8 @@ class Plan:
                 rule's fallback.
             shapes: global shape by parameter name.
             roles: role by parameter name. Roles that are not given are read off the names.
-            dtypes: dtype by parameter name. Parameters that are not bf16 or fp16 then have no slot ``w``.
+            dtypes: dtype by parameter name. bf16 and fp16 parameters then have slot ``w``, with 8 bits if the
+                configuration does not say otherwise, and others do not have it.
 
         Returns:
             A plan with one block per distinct configuration.
@@ -107,8 +108,10 @@ class Plan:
             )
         for name, shape in shapes.items():
             suited = configuration.suited(shape, roles[name])
-            has_low_bits = dtypes is None or dtypes[name] in LOW_PRECISION
-            blocks.setdefault(suited if has_low_bits else suited.with_weight(None), {})[name] = shape
+            if dtypes is not None:
+                is_narrow = dtypes[name] in LOW_PRECISION
+                suited = suited.with_weight((suited.weight or DEFAULT_WEIGHT) if is_narrow else None)
+            blocks.setdefault(suited, {})[name] = shape
         if len(blocks) < 2:
             return cls((Block("all", next(iter(blocks), configuration), shapes),))
         mechanisms = [each.mechanism_name for each in blocks]
@@ -119,6 +122,62 @@ class Plan:
                 for name, (each, mine) in zip(mechanisms, blocks.items())
             )
         )
+
+    def with_low_bits(self, narrow: Collection[str], weight: str) -> Plan:
+        """Return the plan with a format for the low bits of 16-bit parameters, where it says nothing about them.
+
+        Args:
+            narrow: names of the 16-bit parameters.
+            weight: the format, such as ``"8"``.
+
+        Returns:
+            The plan. Blocks with parameters of several dtypes are divided.
+
+        Example:
+            >>> plan = Plan.uniform("adamw-8", {"a": (64, 64), "b": (64, 64)})
+            >>> [(block.name, str(block.configuration)) for block in plan.with_low_bits({"a"}, "8").blocks]
+            [('all', 'adamw[m=int8,v=int8]'), ("all'", 'adamw[m=int8,v=int8,w=8]')]
+        """
+        blocks: list[Block] = []
+        names = {block.name for block in self.blocks}
+        for block in self.blocks:
+            mine = {name: shape for name, shape in block.parameters.items() if name in narrow}
+            if not mine or block.configuration.weight:
+                blocks.append(block)
+                continue
+            changed = replace(block, configuration=block.configuration.with_weight(weight), parameters=mine)
+            if len(mine) < len(block.parameters):
+                others = {name: shape for name, shape in block.parameters.items() if name not in mine}
+                blocks.append(replace(block, parameters=others))
+                while changed.name in names:
+                    changed = replace(changed, name=f"{changed.name}'")
+                names.add(changed.name)
+            blocks.append(changed)
+        return self if tuple(blocks) == self.blocks else replace(self, blocks=tuple(blocks))
+
+    def without_low_bits(self, wide: Collection[str]) -> Plan:
+        """Return the plan without slot ``w`` for some parameters: those that are fp32.
+
+        Args:
+            wide: their names.
+
+        Returns:
+            The plan. Blocks with other parameters too are divided.
+        """
+        if not any(block.configuration.weight and any(n in wide for n in block.parameters) for block in self.blocks):
+            return self
+        blocks: list[Block] = []
+        for block in self.blocks:
+            mine = {name: shape for name, shape in block.parameters.items() if name in wide}
+            if not mine or not block.configuration.weight:
+                blocks.append(block)
+                continue
+            others = {name: shape for name, shape in block.parameters.items() if name not in mine}
+            changed = replace(block, configuration=block.configuration.with_weight(None), parameters=mine)
+            blocks += (
+                [replace(block, parameters=others), replace(changed, name=f"{block.name}'")] if others else [changed]
+            )
+        return replace(self, blocks=tuple(blocks))
 
     @staticmethod
     def refuse_unsuited(configuration: Configuration, shapes: Mapping[str, Shape], roles: Mapping[str, Role]) -> None:

@@ -125,6 +125,9 @@ class Slot:
 WEIGHT = Slot("w", signed=True, optional=True, codecs=("16", "8", "sr", "none"), of_weight=True)
 """The low bits of a 16-bit parameter: a slot that every update rule has. See :mod:`baoc.core.codecs.weights`."""
 
+DEFAULT_WEIGHT, SMALLEST_WEIGHT = "8", "sr"
+"""Its format where nothing else is asked for, and where no byte may be spent on it."""
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of parameters that have the slot."""
 

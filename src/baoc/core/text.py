@@ -264,12 +264,13 @@ def is_first_rank() -> bool:
 def plan_table(plan: Plan, *, wide: bool = False) -> str:
     """Return the blocks of a plan as a table, with total bytes and the expected loss below it: see ``Plan.table``."""
     is_expectation = "expected_loss" in plan.settings
+    low_bits = None if wide else _common_low_bits(plan)
     mark = {True: "*", False: " "} if any(block.host for block in plan.blocks) else {False: ""}
     columns: dict[str, Callable[[Block], object]] = {
         "block": lambda block: block.name,
         "tensors": lambda block: len(block.parameters),
         "params": lambda block: human_count(block.numel),
-        "configuration": lambda block: str(block.configuration) if wide else block.configuration.alias,
+        "configuration": lambda block: str(block.configuration) if wide else _alias(block, low_bits),
         "state": lambda block: human_bytes(block.state_bytes) + mark[block.host],
     }
     if wide or not is_expectation or any(block.lr_scale not in (None, 1.0) for block in plan.blocks):
@@ -281,7 +282,10 @@ def plan_table(plan: Plan, *, wide: bool = False) -> str:
     right = [name for name in columns if name not in ("block", "configuration") and not (wide and name == "risk")]
     shorten = None if wide else "block"
     reasons = ["", *plan_reasons(plan)] if wide and any(block.why for block in plan.blocks) else []
-    return "\n".join([table(list(columns), rows, right=right, shorten=shorten), *_summary(plan), *reasons])
+    lines = [table(list(columns), rows, right=right, shorten=shorten), *_summary(plan)]
+    if low_bits is not None:
+        lines.append(f"low bits of 16-bit weights: {_LOW_BITS_TEXTS.get(low_bits, low_bits)}")
+    return "\n".join([*lines, *reasons])
 
 
 def plan_reasons(plan: Plan) -> list[str]:
@@ -292,6 +296,25 @@ def plan_reasons(plan: Plan) -> list[str]:
             found.setdefault(block.why, []).append(shortened(printable(block.name), _NAME_WIDTH))
     texts = [f"{', '.join(names)}: {printable(why)}" for why, names in found.items()]
     return [fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False) for text in texts]
+
+
+_LOW_BITS_TEXTS = {
+    "16": "w=16, all that fp32 has",
+    "8": "w=8, one byte for each weight",
+    "sr": "w=sr, stochastic rounding",
+    "none": "w=none, rounding to nearest loses small updates",
+}
+
+
+def _common_low_bits(plan: Plan) -> str | None:
+    """Return the format of slot ``w`` that all blocks have; ``None`` if they differ or have none."""
+    found = {block.configuration.weight for block in plan.blocks}
+    return found.pop() if len(found) == 1 else None
+
+
+def _alias(block: Block, low_bits: str | None) -> str:
+    configuration = block.configuration
+    return (configuration.with_weight(None) if low_bits is not None else configuration).alias
 
 
 def _summary(plan: Plan) -> list[str]:
@@ -336,11 +359,14 @@ def one_line(plan: Plan) -> str:
         "adamw-8, 8.6 KiB of state (52.3% of AdamW16's)"
     """
     numel: dict[str, int] = {}
+    low_bits = _common_low_bits(plan)
     for block in plan.blocks:
-        numel[block.configuration.alias] = numel.get(block.configuration.alias, 0) + block.numel
+        alias = _alias(block, low_bits)
+        numel[alias] = numel.get(alias, 0) + block.numel
     most = sorted(numel, key=lambda alias: -numel[alias])
     what = " + ".join(most[:_NAMED]) + (f" + {len(most) - _NAMED} more" if len(most) > _NAMED else "")
     share = plan.state_bytes / plan.reference_bytes if plan.reference_bytes else 0.0
+    what += "" if low_bits is None else f", w={low_bits}"
     text = f"{what}, {human_bytes(plan.state_bytes)} of state ({share:.1%} of AdamW16's)"
     if plan.host_bytes:
         text += f", {human_bytes(plan.host_bytes)} of it in host memory"

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from baoc.core.configuration import Configuration, Layout
 from baoc.core.plan import Block, Plan, PlanError
-from baoc.core.spec import real_shape
-from baoc.optim import groups, torch_state
+from baoc.core.spec import LOW_PRECISION, SMALLEST_WEIGHT, real_shape
+from baoc.optim import groups, low_bits, torch_state
 from baoc.optim.groups import Group, Member
 from baoc.optim.migrate import Holding, Move, lr_scales
 from baoc.optim.state import SAMPLES, ParamState
@@ -31,7 +31,9 @@ PLANNER = "planner"
 """The same for a text that only the optimizer's planner can read."""
 NORMS = "gradient_norms"
 """The same for what released gradients remember of the last step."""
-CARRIED = (PLAN, PLANNER, NORMS)
+WEIGHTS = "weights_of_low_bits"
+"""The same for what tells whether low bits and weights belong together."""
+CARRIED = (PLAN, PLANNER, NORMS, WEIGHTS)
 _WRAPPERS = ("module.", "model.")
 _MOST = torch.finfo(torch.float32).max
 
@@ -49,6 +51,7 @@ class Prepared(NamedTuple):
     planner: str = ""
     samples: Mapping[str, Any] = MappingProxyType({})
     norms: str = ""
+    weights: tuple[int, ...] = ()
 
 
 def reserve(param_groups: Sequence[Group], key: str) -> None:
@@ -91,6 +94,7 @@ def prepare(
     current: Sequence[Group],
     own_plan: Plan | None,
     offload: bool | None = None,
+    states: Mapping[Any, ParamState] = MappingProxyType({}),
 ) -> Prepared:
     """Return what ``load_state_dict`` installs, with state for every trainable parameter. Nothing is changed.
 
@@ -101,12 +105,13 @@ def prepare(
         own_plan: the plan to keep; the state of the checkpoint is migrated into it. ``None``: take over the plan of the
             checkpoint, if it has one.
         offload: whether the state of a plan that is taken over is in host memory. ``None``: where it was.
+        states: the state so far. Low bits of weights stay if the checkpoint, such as one of fp32 training, has none.
 
     Raises:
         CheckpointError: the checkpoint is damaged or does not fit the optimizer.
     """
     try:
-        return _prepare(state_dict, members, current, own_plan, offload)
+        return _prepare(state_dict, members, current, own_plan, offload, states)
     except (CheckpointError, torch.OutOfMemoryError):
         raise
     except ValueError as error:
@@ -123,11 +128,14 @@ def _prepare(
     current: Sequence[Group],
     own_plan: Plan | None,
     offload: bool | None,
+    states: Mapping[Any, ParamState],
 ) -> Prepared:
     saved = _read_groups(state_dict)
     _check_groups(saved, current)
     saved_plan = _read_plan(saved)
-    planner, norms = (next(filter(None, [group.pop(key, "") for group in saved]), "") for key in (PLANNER, NORMS))
+    planner, norms, weights = (
+        next(filter(None, [group.pop(key, "") for group in saved]), "") for key in (PLANNER, NORMS, WEIGHTS)
+    )
     _check_norms(norms)
     keys = [key for group in saved for key in group["params"]]
     state = state_dict["state"]
@@ -162,13 +170,14 @@ def _prepare(
     held.update(others)
     for member, move in zip(members, moves):
         if move.holding.state or member.is_trained:
-            held[member.param] = move.convert()
+            held[member.param] = move.convert() | low_bits.kept(move.holding.layout, move.layout, states, member)
     assigned = [
         (name, real_shape(param), replace(move.block, lr_scale=scales[move.block.name]))
         for (name, param), move in zip(groups.named_params(loaded), moves)
     ]
     settings = next((plan.settings for plan in (own_plan, saved_plan) if plan is not None), {})
-    return Prepared(held, loaded, groups.plan_of(assigned, settings), planner, samples, norms)
+    plan = groups.plan_of(assigned, settings)
+    return Prepared(held, loaded, plan, planner, samples, norms, low_bits.read(weights))
 
 
 def _who(group: Group) -> Group:
@@ -279,8 +288,15 @@ def _entry(state: Mapping[Any, Any], key: Any, member: Member) -> dict[str, Any]
 
 
 def _placed(block: Block, member: Member, offload: bool | None) -> Block:
-    """Return a saved block for this optimizer: state that cannot be offloaded here stays with its parameter."""
+    """Return a saved block for this optimizer.
+
+    State that cannot be offloaded here stays with its parameter. Slot ``w`` is that of the parameter's dtype here.
+    """
     host = block.host if offload is None else offload
+    saved, own = block.configuration, member.configuration.weight
+    weight = (saved.weight or own or SMALLEST_WEIGHT) if member.param.dtype in LOW_PRECISION else None
+    if weight != saved.weight:
+        block = replace(block, configuration=saved.with_weight(weight))
     return replace(block, host=host and member.obstacle_to_offloading is None)
 
 

@@ -20,8 +20,8 @@ from baoc.core.mechanisms import MECHANISMS, known_settings
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role, canonical_name
 from baoc.core.sharding import HOST, WHOLE, Place, Ranks, has_own_memory, place_of
-from baoc.core.spec import LOW_PRECISION, Hyper, Shape, real_shape
-from baoc.optim.state import Memo, ParamState, is_fresh, misfit, new_state, refuse_shared_memory
+from baoc.core.spec import LOW_PRECISION, WEIGHT, Hyper, Shape, real_shape
+from baoc.optim.state import Memo, ParamState, is_fresh, misfit, new_slot, new_state, refuse_shared_memory
 
 Group = dict[str, Any]
 
@@ -159,13 +159,39 @@ def checked_state(member: Member, states: dict[Any, ParamState]) -> ParamState:
     state = states.get(member.param)
     problem = None if state is None else misfit(member.layout, member.place.held(state), member.state_device)
     if state is None or (problem and is_fresh(state)):
-        state = states[member.param] = new_state(member.layout, member.state_device, member.place)
+        state = states[member.param] = _renewed(member, state or {})
     elif problem:
         raise RuntimeError(
             f"parameter {member.name!r} has shape {member.shape} and {problem} ({member.configuration}). Did the "
             "parameter or its state change its shape or device? Make a new optimizer, or undo the change."
         )
     return state
+
+
+def _renewed(member: Member, old: ParamState) -> ParamState:
+    """Return new state, with the low bits of the weight: they are there before the first gradient."""
+    state = new_state(member.layout, member.state_device, member.place)
+    for key, buffer in member.layout.buffers.items():
+        if key in old and buffer.name != "age" and any(k == key for _, k in _low_bits_keys(member)):
+            target, kept = member.place.held(state)[key], member.place.unwrap(old[key], buffer)
+            if kept.shape == target.shape and kept.dtype == target.dtype:
+                target.copy_(kept)
+    return state
+
+
+def _low_bits_keys(member: Member) -> tuple[tuple[str, str], ...]:
+    return tuple(pair for each in member.layout.formats if each.slot.of_weight for pair in each.keys)
+
+
+def _follow_dtype(member: Member, state: ParamState) -> None:
+    """Add slot ``w`` to state that has none, or drop it, as the parameter's dtype needs."""
+    formats = [each for each in member.layout.formats if each.slot.of_weight]
+    if not formats:
+        for key in [key for key in state if key.partition(".")[0] == WEIGHT.name]:
+            del state[key]
+    for stored in formats:
+        if stored.age_key not in state:
+            state.update(new_slot(stored, member.state_device, member.place))
 
 
 def allocate(members: Iterable[Member], state: dict[Any, ParamState]) -> None:
@@ -179,6 +205,9 @@ def allocate(members: Iterable[Member], state: dict[Any, ParamState]) -> None:
     known = {id(member.param) for member in members}
     left = [key for key in state if isinstance(key, Tensor) and id(key) not in known]
     state.update(new)
+    for member in members:  # a model that was cast while it trains has other low bits than before
+        if state.get(member.param) and member.param not in new:
+            _follow_dtype(member, state[member.param])
     for key in left:
         if is_fresh(state[key]):
             del state[key]

@@ -16,9 +16,9 @@ from baoc.core.mechanisms import known_settings
 from baoc.core.plan import Plan
 from baoc.core.roles import Role, role_of, roles_of
 from baoc.core.sharding import place_of, rows_per_rank
-from baoc.core.spec import DEFAULT_BETAS, Shape, real_shape
+from baoc.core.spec import DEFAULT_BETAS, LOW_PRECISION, SMALLEST_WEIGHT, Shape, real_shape
 from baoc.core.text import check_names, one_line
-from baoc.optim import checkpoint, groups, kernels, migrate
+from baoc.optim import checkpoint, groups, kernels, low_bits, migrate
 from baoc.optim.agreement import Peers
 from baoc.optim.engine import Engine, collect_jobs
 from baoc.optim.groups import Group, Member, Members
@@ -75,6 +75,8 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     _release: ReleasedGradients | None = None  # while gradients are released; not part of copies
     _saved_norms = ""  # of the last step, from a checkpoint
+    _seen_weights: low_bits.Sight | None = None  # after the last step
+    _expected_weights: tuple[int, ...] = ()  # fingerprints of the weights that loaded low bits belong to
 
     def __init__(
         self,
@@ -113,6 +115,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         chosen = plan if isinstance(plan, Plan) else self._plan
         if plan is not None:
             groups.refuse_idle(chosen, settings)
+        chosen = chosen.with_low_bits(self._low_precision(), SMALLEST_WEIGHT)
         self._install_plan(chosen if offload is None else chosen.offloaded(host=offload))
 
     def _setup(
@@ -190,6 +193,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             return self._release.finish()
         self.synchronize()
         members = self._current_members()
+        self._check_low_bits()
         jobs = collect_jobs(members.all, self.param_groups, self.state)
         if not jobs:
             if members.all:  # other ranks may have gradients, and ask this one
@@ -213,6 +217,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             advance_ages(mine)
         self._guard.note(suspects)
         self._watch.end()
+        self._seen_weights = low_bits.sight(members.all)
         self._steps += 1
         return True
 
@@ -279,6 +284,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             new = (Member(name, param, group, plan.block_of(name), place_of(param, name)) for name, param in named)
             groups.refuse_offloading(new, plan)
             checkpoint.reserve(self.param_groups, checkpoint.PLAN)
+            if any(param.dtype in LOW_PRECISION for _, param in named):
+                checkpoint.reserve(self.param_groups, checkpoint.WEIGHTS)
             self._plan = plan
         except BaseException:
             del self.param_groups[index:]
@@ -303,6 +310,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         finally:
             self.state = everything
         checkpoint.write_plan(packed["param_groups"], plan)
+        checkpoint.write(packed["param_groups"], checkpoint.WEIGHTS, low_bits.text(self.members()))
         if self._release is not None:
             checkpoint.write(packed["param_groups"], checkpoint.NORMS, self._release.text())
         for key in (key for group in packed["param_groups"] for key in group["params"]):
@@ -329,10 +337,11 @@ class BlockOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if replaced is None else replaced
         members = self.members()
         own_plan = self.plan if self._plan_given else None
-        loaded = checkpoint.prepare(state_dict, members, self.param_groups, own_plan, self._offload)
+        loaded = checkpoint.prepare(state_dict, members, self.param_groups, own_plan, self._offload, self.state)
         extra = self._read_extra(loaded)
         content = {"state": loaded.state, "param_groups": loaded.param_groups, "_plan": loaded.plan}
-        self.__setstate__({**content, "_is_planned": True, "_steps": 0, "_saved_norms": loaded.norms, **extra})
+        own = {"_saved_norms": loaded.norms, "_expected_weights": loaded.weights, "_seen_weights": None}
+        self.__setstate__({**content, "_is_planned": True, "_steps": 0, **own, **extra})
         if self._release is not None:
             self._release.load(loaded.norms)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -352,6 +361,20 @@ class BlockOptimizer(torch.optim.Optimizer):
     def _read_extra(self, loaded: checkpoint.Prepared) -> dict[str, Any]:
         """For subclasses: return attributes that a checkpoint sets. An error refuses the checkpoint as a whole."""
         return {}
+
+    def clear_low_bits(self) -> None:
+        """Set the low bits of all weights to zero, so that the 16-bit parameters as they are now are the weights.
+
+        Call it after weights were loaded that the low bits in slot ``w`` do not belong to.
+        """
+        low_bits.clear(self)
+
+    def _check_low_bits(self) -> None:
+        """Refuse to train weights with the low bits of others, before a step."""
+        if self._expected_weights:
+            low_bits.check(self.members(), self._expected_weights)
+            self._expected_weights = ()
+        low_bits.check_written(self.members(), self._seen_weights)
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
@@ -375,7 +398,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         """Set the first plan and allocate the state of every trainable parameter."""
         groups.refuse_offloading(self.members(), plan)
         self.__dict__.update(_plan=plan, _is_planned=True, _members=None)
-        self._current_members()
+        low_bits.warn_of_lost_updates(self.members())
 
     def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
         """Change configurations in the middle of training.
@@ -410,6 +433,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self.synchronize()
         members = self.members()
         plan.check(self._shapes())
+        plan = plan.with_low_bits(self._low_precision(), SMALLEST_WEIGHT)
         groups.refuse_offloading(members, plan)
         has_stepped = self._steps > 0
         # ranks that share a parameter communicate in here
@@ -421,6 +445,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             self._change.run(attempt)
         finally:
             self._finish_change()
+        low_bits.take_over(self.members(), self.state)
+        low_bits.warn_of_lost_updates(self.members())
 
     def _finish_change(self) -> None:
         """Make the plan say what :meth:`set_plan` did, however far it came.
@@ -458,6 +484,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             self._members = Members(self.param_groups, self._plan)
             if self._is_planned:
                 groups.allocate(self._members.all, self.state)
+                low_bits.take_over(self._members.all, self.state)
         return self._members
 
     def _follow_groups(self) -> None:
@@ -473,6 +500,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         if new or len(named) != sum(len(block.parameters) for block in self._plan.blocks):
             kept = groups.restricted(self._plan, {name: real_shape(param) for name, param in named.items()})
             self._plan = self._extended(kept, len(self.param_groups) - 1, self._default, new)
+        narrow = {name for name, param in named.items() if param.dtype in LOW_PRECISION}
+        if self._members is not None:  # the model may have been cast: its plan follows
+            self._plan = self._plan.without_low_bits(named.keys() - narrow).with_low_bits(narrow, SMALLEST_WEIGHT)
 
     def _rename(self, names: Mapping[str, str]) -> None:
         """Follow parameters without names, which are called by their positions, when others leave before them.
@@ -493,6 +523,10 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     def _dtypes(self) -> dict[str, torch.dtype]:
         return {member.name: member.param.dtype for member in self.members()}
+
+    def _low_precision(self) -> frozenset[str]:
+        """Return the names of 16-bit parameters."""
+        return frozenset(name for name, dtype in self._dtypes().items() if dtype in LOW_PRECISION)
 
     # ---- what a logger shows ----
 

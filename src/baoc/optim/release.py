@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from baoc.core.sharding import Ranks
-from baoc.optim import checkpoint, kernels
+from baoc.optim import checkpoint, kernels, low_bits
 from baoc.optim.agreement import Peers
 from baoc.optim.engine import collect_jobs
 from baoc.optim.groups import Member
@@ -229,6 +229,7 @@ class ReleasedGradients:
         optimizer._begin()
         optimizer.synchronize()
         members = optimizer._current_members()
+        optimizer._check_low_bits()
         if self._others is not None and len(self._others) != len(members.all):
             self._norms = self._others = None
         optimizer._watch.begin(members.all, all_trained=True)
@@ -321,6 +322,7 @@ class ReleasedGradients:
             optimizer._guard.count(torch.stack(found).amax(0), step.bad)
         if was_made:
             optimizer._watch.end()
+            optimizer._seen_weights = low_bits.sight(step.members)
             optimizer._steps += 1
         self._follow()
         return was_made

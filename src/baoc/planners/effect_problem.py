@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from baoc.core.configuration import CATALOG, EXTENDED, Configuration
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role, layer_of
-from baoc.core.spec import Reach, Shape
+from baoc.core.spec import SMALLEST_WEIGHT, Reach, Shape
 from baoc.core.text import REGIME_TEXTS, human_bytes
-from baoc.planners import cost, lr_multipliers, patterns, placement, trust
+from baoc.planners import cost, lr_multipliers, patterns, placement, trust, weights
 from baoc.planners.base import (
     AUTO,
     Budget,
@@ -88,6 +88,25 @@ class EffectProblem:
 
     def plan(self, budget: Budget) -> Plan:
         """Return the plan for a budget."""
+        return weights.planned(self._plan_for, self.model, budget, self._low_bits, self._allows)
+
+    def frontier(self, budgets: Sequence[int]) -> list[Plan]:
+        """Return the plans for many budgets in bytes, in ascending order; those that no plan fits are left out."""
+        return weights.planned_frontier(
+            self._frontier, self.model, budgets, self._low_bits, self._allows, self._per_rank
+        )
+
+    def _allows(self, with_bits: Plan, without: Plan) -> bool:
+        """Return whether low bits leave enough for the rest: the prediction is as good within the tolerance."""
+        return bool(with_bits.settings["objective"] <= without.settings["objective"] + self.planner.tolerance)
+
+    @property
+    def _low_bits(self) -> str:
+        """The format of slot ``w``. Candidates that name one are taken as they are."""
+        named = any(candidate.weight for candidate in self.candidates)
+        return SMALLEST_WEIGHT if named else self.planner.low_bits
+
+    def _plan_for(self, budget: Budget) -> Plan:
         host = budget.host_bytes(self.reference_bytes)
         device = budget.device_bytes(self.reference_bytes)
         if host and device is not None:
@@ -101,8 +120,7 @@ class EffectProblem:
             device = self.least_bytes()  # "as little as possible"
         return self._plan_within(device, budget)
 
-    def frontier(self, budgets: Sequence[int]) -> list[Plan]:
-        """Return the plans for many budgets in bytes, in ascending order; those that no plan fits are left out."""
+    def _frontier(self, budgets: Sequence[int]) -> list[Plan]:
         least = self.least_bytes()
         feasible = [budget for budget in budgets if budget >= least]
         solutions = class_frontier(self._problem, feasible, within=self._within) if feasible else []

@@ -93,6 +93,7 @@ class EffectTable:
 
     def effect(self, regime: str, role: Role, configuration: Configuration) -> Effect | None:
         """Return an effect; ``None`` if the configuration was not measured for the role, or does not suit it."""
+        configuration = configuration.with_weight(None) if configuration.weight else configuration
         if role is Role.VECTOR:
             if configuration == parse(VECTORS):
                 return Effect(0.0)

@@ -28,6 +28,7 @@ from baoc.planners.base import (
 from baoc.planners.effect_table import EffectTable
 from baoc.planners.model_facts import REGIMES, ModelFacts
 from baoc.planners.patterns import Patterns
+from baoc.planners.weights import LOW_BITS
 
 if TYPE_CHECKING:
     from baoc.planners.paper.statistics import GradientStatistics
@@ -57,6 +58,8 @@ class EffectPlanner:
         preference: percent of the loss that a preference is worth for a whole role.
         lr_multipliers: whether embeddings, heads over a vocabulary and vectors get a higher learning rate from scratch.
             Off in any case where param groups have learning rates of their own.
+        low_bits: format of the low bits of 16-bit parameters, slot ``w``: "16", "8", "sr" (stochastic rounding), "none"
+            (rounding to nearest loses small updates), or "auto": "8" where the budget allows it, else "sr".
         replan_every: plan again after this many steps.
 
     Raises:
@@ -80,6 +83,7 @@ class EffectPlanner:
     prefer: Patterns = ()
     preference: float = 0.5
     lr_multipliers: bool = True
+    low_bits: str = AUTO
     replan_every: int | None = None
 
     reads_gradients: ClassVar[bool] = False
@@ -87,6 +91,7 @@ class EffectPlanner:
     def __post_init__(self) -> None:
         check_time(self.time)
         check_choice("regime", self.regime, (AUTO, *REGIMES))
+        check_choice("low_bits", self.low_bits, LOW_BITS)
         for name in ("tolerance", "preference"):
             value = getattr(self, name)
             if not is_number(value) or value < 0:

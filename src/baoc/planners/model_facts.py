@@ -21,7 +21,7 @@ from baoc.core.codecs.quantized import fits
 from baoc.core.configuration import BUDGET_REFERENCE
 from baoc.core.roles import Role, canonical_name, has_letters, role_of, roles_by_place, roles_of
 from baoc.core.sharding import first_rows
-from baoc.core.spec import SMALL_NUMEL, Hyper, Shape, real_shape
+from baoc.core.spec import LOW_PRECISION, SMALL_NUMEL, Hyper, Shape, real_shape
 
 SCRATCH, FINETUNE, GENERAL = "scratch", "finetune", "general"
 REGIMES = (SCRATCH, FINETUNE, GENERAL)
@@ -51,6 +51,7 @@ class ModelFacts:
         hyper: of the first param group, with the largest weight decay of all.
         one_lr: whether all param groups have one learning rate.
         rows: of every sharded parameter, the rows that the rank with the most holds.
+        low_precision: names of bf16 and fp16 parameters, which have slot ``w``.
 
     Example:
         >>> facts = ModelFacts.of(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)))
@@ -69,6 +70,7 @@ class ModelFacts:
     hyper: Hyper = field(default_factory=lambda: Hyper(lr=1e-3, weight_decay=0.01))
     one_lr: bool = True
     rows: Mapping[str, int] = field(default_factory=dict)
+    low_precision: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, params: nn.Module | Mapping[str, Tensor], hyper: Hyper | None = None) -> ModelFacts:
@@ -95,6 +97,7 @@ class ModelFacts:
             regime=regime_of(named, roles) if has_norms(params) else GENERAL,
             device=device,
             operations_per_byte=OPERATIONS_PER_BYTE.get(device, OPERATIONS_PER_BYTE["cuda"]),
+            low_precision=frozenset(name for name, param in planned.items() if param.dtype in LOW_PRECISION),
         )
         return facts if hyper is None else replace(facts, hyper=hyper)
 

@@ -19,7 +19,8 @@ from baoc.core.spec import LOW_PRECISION, WEIGHT, Shape
 from baoc.core.text import human_bytes, table
 
 GRADIENTS = ("keep", "release")
-_BASELINE = {"weights": 4.0, "low bits": 0.0, "gradients": 4.0, "state": 8.0}  # bytes per parameter: AdamW in fp32
+BASELINE = {"weights": 4.0, "low bits": 0.0, "gradients": 4.0, "state": 8.0}
+"""Bytes per parameter of AdamW in fp32."""
 
 
 @dataclass(frozen=True)
@@ -153,20 +154,31 @@ class Total:
     def table(self, plan: Plan) -> str:
         """Return what each part takes, and what it saves against AdamW with fp32 weights, as a table."""
         parts = self.bytes_per_parameter(plan)
-        lines = [
-            [name, f"{each:.2f}", human_bytes(round(each * self.tensors.numel)), f"{_BASELINE[name] - each:+.2f}"]
-            for name, each in parts.items()
-        ]
-        total = sum(parts.values())
-        whole = human_bytes(round(total * self.tensors.numel))
-        lines.append(["all", f"{total:.2f}", whole, f"{sum(_BASELINE.values()) - total:+.2f}"])
+        whole = human_bytes(round(sum(parts.values()) * self.tensors.numel))
         used = f"{whole} and {human_bytes(self._stated)} of activations, of {human_bytes(self._total)} on each rank"
-        header = ["part", "bytes/param", "bytes", "saved/param"]
-        return "\n".join([table(header, lines, right=header[1:]), used, *(f"or: {line}" for line in self.advice)])
+        advice = (f"or: {line}" for line in self.advice)
+        return "\n".join([table_of_parts(parts, self.tensors.numel), used, *advice])
 
     def memory(self, *, is_sharded: bool) -> str:
         """Return the budget for state that is left, as ``memory=`` takes it."""
         return f"{self.room}B/rank" if is_sharded else f"{self.room}B"
+
+
+def table_of_parts(parts: Mapping[str, float], numel: int) -> str:
+    """Return a table of bytes per parameter, and of what they are less than those of AdamW with fp32 weights.
+
+    Args:
+        parts: bytes per parameter of "weights", "low bits", "gradients" and "state".
+        numel: how many parameters there are.
+    """
+    lines = [
+        [name, f"{each:.2f}", human_bytes(round(each * numel)), f"{BASELINE[name] - each:+.2f}"]
+        for name, each in parts.items()
+    ]
+    total = sum(parts.values())
+    lines.append(["all", f"{total:.2f}", human_bytes(round(total * numel)), f"{sum(BASELINE.values()) - total:+.2f}"])
+    header = ["part", "bytes/param", "bytes", "saved/param"]
+    return table(header, lines, right=header[1:])
 
 
 def low_bits_bytes(plan: Plan) -> int:

@@ -149,6 +149,26 @@ class Nearest(_WeightCodec):
     name, bits, format = "none", 16, NearestFormat
 
 
+def split(value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the 16-bit parameter of fp32 numbers, and all of their low bits.
+
+    Args:
+        value: fp32 numbers.
+        dtype: bf16 or fp16.
+
+    Returns:
+        The parameter, and int16 remainders.
+
+    Example:
+        >>> param, low = split(torch.tensor([1.0, 1.001]), torch.bfloat16)
+        >>> param.tolist(), low.tolist()
+        ([1.0, 1.0], [0, 8389])
+    """
+    wide = to_wide(value, dtype)
+    upper = (wide + 0x8000) >> 16
+    return upper.to(torch.int16).view(dtype), (wide - (upper << 16)).to(torch.int16)
+
+
 def low_bits_as(dtype: torch.dtype, codes: Tensor) -> Tensor:
     """Return remainders as those of another format. The parameter they belong to stays as it is.
 

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from baoc.core.configuration import CATALOG, EXTENDED, Configuration, ConfigurationError, parse
 from baoc.core.plan import Plan
+from baoc.core.spec import DEFAULT_WEIGHT
 from baoc.planners.base import (
+    AUTO,
     Budget,
     Progress,
     Session,
@@ -58,6 +60,7 @@ from baoc.planners.paper.sampling import BETA_RHO, Sampler
 from baoc.planners.paper.statistics import GradientStatistics, StatisticsError
 from baoc.planners.paper.times import GPU, MEASURE, Times, UpdateTimes, parsed_times
 from baoc.planners.patterns import Patterns, check_patterns
+from baoc.planners.weights import LOW_BITS
 
 WARMUP = 50
 WITHIN_BUDGET = "budget"
@@ -106,6 +109,8 @@ class PaperPlanner:
         preference: lambda_pref of Sec. 3.2.
         lr_match: multiply the learning rate of each block so that its updates are as long as AdamW's. The paper does
             not; without it SGD blocks hardly move at AdamW's learning rate.
+        low_bits: format of the low bits of 16-bit parameters, as in :class:`~baoc.EffectPlanner`. The paper has none:
+            with "auto" a plan has 8 bits where they leave every block its update rule, else "sr".
 
     Raises:
         ValueError: if a setting is invalid. The message names it.
@@ -155,6 +160,7 @@ class PaperPlanner:
     prefer: Patterns = ()
     preference: float = 0.5
     lr_match: bool = False
+    low_bits: str = AUTO
 
     def __post_init__(self) -> None:
         check_count("warmup", self.warmup, 1)
@@ -165,6 +171,7 @@ class PaperPlanner:
         check_time(self.time)
         check_choice("granularity", self.granularity, GRANULARITIES)
         check_choice("snr", self.snr, SNR_MODES)
+        check_choice("low_bits", self.low_bits, LOW_BITS)
         for name in ("lr_match", "inherit", "bias_correction"):
             check_flag(name, getattr(self, name))
         _check_number("sample_ratio", self.sample_ratio, above=0.0, at_most=1.0)
@@ -221,11 +228,9 @@ class PaperPlanner:
         if is_base:
             return within_budget
         base = self.warmup_base
-        return (
-            base
-            if isinstance(base, Plan)
-            else Plan.uniform(base, model.shapes, {name: model.role(name) for name in model.shapes})
-        )
+        if not isinstance(base, Plan):
+            base = Plan.uniform(base, model.shapes, {name: model.role(name) for name in model.shapes})
+        return base.with_low_bits(model.low_precision, DEFAULT_WEIGHT if self.low_bits == AUTO else self.low_bits)
 
     def plan(self, statistics: GradientStatistics, model: ModelFacts, budget: Budget) -> Plan:
         """Return the plan for gradient statistics within a budget (Alg. 1, allocation).

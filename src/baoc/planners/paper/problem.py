@@ -17,7 +17,7 @@ from baoc.core.mechanisms.normalised import Normalised
 from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.spec import Shape
 from baoc.core.text import human_bytes
-from baoc.planners import cost, patterns, placement
+from baoc.planners import cost, patterns, placement, weights
 from baoc.planners.base import AUTO, Budget
 from baoc.planners.model_facts import ModelFacts
 from baoc.planners.paper import risk as risks
@@ -104,6 +104,15 @@ class PaperProblem:
 
     def plan(self, budget: Budget) -> Plan:
         """Return the plan of least risk within a budget."""
+        return weights.planned(self._plan_of, self.model, budget, self.planner.low_bits, weights.have_same_rules)
+
+    def frontier(self, budgets: Sequence[int]) -> list[Plan]:
+        """Return the plans for many budgets in bytes; those that no plan fits are left out."""
+        return weights.planned_frontier(
+            self._frontier, self.model, budgets, self.planner.low_bits, weights.have_same_rules, self._per_rank
+        )
+
+    def _plan_of(self, budget: Budget) -> Plan:
         if budget.memory == AUTO:
             return self._plan(self._solve(None), None)
         host, device = budget.host_bytes(self.reference_bytes), budget.device_bytes(self.reference_bytes)
@@ -123,8 +132,7 @@ class PaperProblem:
         plan = self._plan(solution, nbytes)
         return replace(plan, settings={**plan.settings, "host_memory_budget": host}) if host else plan
 
-    def frontier(self, budgets: Sequence[int]) -> list[Plan]:
-        """Return the plans for many budgets in bytes; those that no plan fits are left out."""
+    def _frontier(self, budgets: Sequence[int]) -> list[Plan]:
         least = self.least_bytes()
         feasible = [budget for budget in budgets if budget >= least]
         solutions = frontier(self.problem(None), feasible) if feasible else []

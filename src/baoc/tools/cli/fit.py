@@ -97,6 +97,13 @@ def add_fit(parser: common.Parser) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument(
+        "--gradients",
+        choices=("auto", "keep", "release"),
+        default="auto",
+        help="keep gradients until the step, or release each in the backward pass (baoc.release_gradients); auto "
+        "releases them if a plan, or a better one, fits only then (default: %(default)s)",
+    )
+    parser.add_argument(
         "--activations", metavar="SIZE", type=size, help="measured activations, instead of the estimate"
     )
     parser.add_argument(
@@ -167,11 +174,19 @@ def run_fit(args: argparse.Namespace) -> int:
             screen.show(found.text())
         return 0
     setup = Setup(
-        args.world_size, args.fsdp, args.batch, args.length, args.checkpointing, args.dtype, reserve=args.reserve
+        args.world_size,
+        args.fsdp,
+        args.batch,
+        args.length,
+        args.checkpointing,
+        args.dtype,
+        release=args.gradients == "release",
+        reserve=args.reserve,
     )
     fitter = Fitter(Measured(model, args.activations), EffectPlanner(regime=args.regime))
     with contextlib.redirect_stdout(sys.stderr), screen.working("searching for the best plan that fits"):
-        answer = fitter.ask(setup, args.gpu, args.memory, args.host_memory)
+        may_release = args.gradients == "auto"
+        answer = fitter.ask(setup, args.gpu, args.memory, args.host_memory, may_release=may_release)
     if args.json:
         print(json.dumps(content(args.model, answer), indent=2))
     else:
@@ -192,6 +207,9 @@ def content(model: str, answer: Answer) -> dict[str, Any]:
         "tokens": answer.memory.tokens,
         "checkpointing": setup.checkpointing,
         "dtype": setup.dtype,
+        "gradients": "release" if setup.release else "keep",
+        "low_bits": plan.settings.get("low_bits"),
+        "bytes_per_parameter": {name: round(each, 4) for name, each in answer.per_parameter.items()},
         "gpu_bytes": answer.gpu,
         "fits": answer.fits,
         "total_bytes": answer.chosen.total,

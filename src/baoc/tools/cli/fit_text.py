@@ -14,6 +14,7 @@ from baoc.core.configuration import BUDGET_REFERENCE, CATALOG, EXTENDED, parse
 from baoc.core.roles import roles_of
 from baoc.core.spec import Shape
 from baoc.core.text import WIDTH, human_bytes, human_count, one_line, table
+from baoc.planners.total import table_of_parts
 from baoc.tools.cli import screen
 from baoc.tools.estimate import Estimate, estimate, split_excluded, trainable_shapes
 from baoc.tools.fit import GIVEN, SMALLEST, Answer
@@ -58,8 +59,17 @@ def print_answer(name: str, model: nn.Module, answer: Answer, *, with_plan: bool
     if answer.memory.activations is None:
         unknown = f"Activations are not counted: {answer.memory.unknown}. Measure them and pass --activations."
         screen.show("\n" + fill(unknown, WIDTH))
-    parts_of_text = [str(answer.chosen.plan) if with_plan else _choices(answer), *_advice(answer, with_plan)]
+    plan_or_choices = str(answer.chosen.plan) if with_plan else _choices(answer)
+    parts_of_text = [_bytes_per_parameter(answer), plan_or_choices, *_advice(answer, with_plan)]
     screen.show("\n" + "\n\n".join(parts_of_text))
+
+
+def _bytes_per_parameter(answer: Answer) -> str:
+    """Return the table of weights, low bits, gradients and state, and the settings that it is for."""
+    weights = "16-bit weights" if answer.setup.precision.weights == 2 else "fp32 weights"
+    how = "released (baoc.release_gradients)" if answer.setup.release else "kept"
+    parts = table_of_parts(answer.per_parameter, answer.numel)
+    return f"{parts}\n{weights}, gradients {how}; saved: against fp32 AdamW"
 
 
 def verdict(name: str, answer: Answer) -> str:

@@ -13,12 +13,15 @@ from baoc.core.configuration import Configuration, parse
 from baoc.core.plan import Plan, PlanError
 from baoc.core.roles import Role
 from baoc.core.sharding import rows_per_rank
+from baoc.core.spec import DEFAULT_WEIGHT
 from baoc.planners.base import AUTO, Budget
 from baoc.planners.effect_problem import EffectProblem
 from baoc.planners.effect_table import elements
 from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import ModelFacts
 from baoc.planners.placement import plan_traffic
+from baoc.planners.total import low_bits_bytes
+from baoc.planners.weights import effect
 from baoc.tools.fit.memory import FitError, Measured, Memory, Setup
 
 UNIFORM = ("adamw-32", "adamw-16", "adamw-8")
@@ -81,6 +84,39 @@ class Answer:
         """Whether the chosen plan fits."""
         return self.chosen.fits(self.gpu)
 
+    @property
+    def per_parameter(self) -> dict[str, float]:
+        """Bytes of weights, their low bits, gradients and state per trained parameter of a rank."""
+        return bytes_per_parameter(self.chosen.plan.sharded(self.setup.shards), self.memory)
+
+    @property
+    def numel(self) -> int:
+        """Trained parameters on the rank that holds the most."""
+        return numel_per_rank(self.chosen.plan.sharded(self.setup.shards))
+
+
+def bytes_per_parameter(plan: Plan, memory: Memory) -> dict[str, float]:
+    """Return the bytes of weights, their low bits, gradients and state per trained parameter of a rank.
+
+    Args:
+        plan: the plan; its ``rows`` say what a rank holds.
+        memory: everything but state.
+    """
+    low_bits, numel = low_bits_bytes(plan), max(1, numel_per_rank(plan))
+    parts = {
+        "weights": memory.weights,
+        "low bits": low_bits,
+        "gradients": memory.gradients,
+        "state": plan.device_bytes_per_rank - low_bits,
+    }
+    return {name: nbytes / numel for name, nbytes in parts.items()}
+
+
+def numel_per_rank(plan: Plan) -> int:
+    """Return the parameters of a plan on the rank that holds the most."""
+    shapes = ((name, block.parameters[name]) for name, block in plan.by_parameter)
+    return sum(math.prod((plan.rows.get(name, shape[0]), *shape[1:])) if shape else 1 for name, shape in shapes)
+
 
 class Fitter:
     """Finds plans that fit for one model. Reuse it for several setups: planners are cached.
@@ -101,7 +137,7 @@ class Fitter:
     def __init__(self, measured: Measured, planner: EffectPlanner | None = None) -> None:
         self._measured, self._planner = measured, planner or EffectPlanner()
         self._model = ModelFacts.of(measured.model)
-        self._problems: dict[tuple[int, int], EffectProblem] = {}  # by tokens and shards
+        self._problems: dict[tuple[int, int, bool], EffectProblem] = {}  # by tokens, shards and 16-bit weights
 
     def ask(
         self,
@@ -109,6 +145,8 @@ class Fitter:
         gpu: int | None = None,
         memory: float | int | str | None = None,
         host_memory: float | int | str | None = None,
+        *,
+        may_release: bool = False,
     ) -> Answer:
         """Find the best plan for a setup and the alternatives to it.
 
@@ -117,13 +155,16 @@ class Fitter:
             gpu: Bytes of memory of a GPU. None means no limit.
             memory: A budget for optimizer state. None means the best that fits.
             host_memory: A budget for state in host memory.
+            may_release: Release gradients if only then a plan fits, or one that is predicted to be better.
 
         Returns:
-            The answer.
+            The answer. Its setup says whether gradients are released.
 
         Raises:
             FitError: If state in host memory is combined with sharding.
         """
+        if may_release and not setup.release and self._gains(setup, gpu, memory, host_memory):
+            setup = replace(setup, release=True)
         if host_memory is not None and setup.shards > 1:
             raise FitError("state in host memory does not work with sharded parameters. Leave out --fsdp.")
         needed = self._measured.memory(setup)
@@ -147,27 +188,54 @@ class Fitter:
             changes.append(self._offloaded(setup, gpu, needed))
         return Answer(setup, needed, gpu, chosen, tuple(choices), tuple(changes))
 
+    def _gains(
+        self, setup: Setup, gpu: int | None, memory: float | int | str | None, host: float | int | str | None
+    ) -> bool:
+        """Return whether released gradients make a plan fit, or a better one."""
+        if gpu is None:
+            return False
+        choices = []
+        for other in (setup, replace(setup, release=True)):
+            needed, problem = self._measured.memory(other), self._problem(other)
+            plan = _best_plan(problem, gpu, needed, other.shards, host) if memory is None else None
+            plan = problem.plan(Budget(memory, host)) if plan is None and memory is not None else plan
+            assert plan is not None
+            choices.append(_choice("", plan, needed, other))
+        kept, released = choices
+        if kept.fits(gpu) != released.fits(gpu):
+            return released.fits(gpu)
+        losses = released.loss, kept.loss
+        return released.fits(gpu) and None not in losses and losses[0] < losses[1] - self._planner.tolerance  # type: ignore[operator]
+
     def _problem(self, setup: Setup, *, per_rank: bool = True) -> EffectProblem:
         """Return the problem of a setup, whose budgets are for each rank or for all ranks together."""
         # Each rank updates only its shard, so the update is a smaller part of the step.
         tokens = self._planner.tokens or self._measured.memory(setup).tokens * setup.shards
         shards = setup.shards if per_rank else 1
-        key = tokens, shards
+        is_narrow = setup.precision.weights == 2
+        key = tokens, shards, is_narrow
         if key not in self._problems:
             shapes = self._measured.weights.trained
             rows = {name: rows_per_rank(shape[0], shards) for name, shape in shapes.items() if shape}
-            model = replace(self._model, shapes=shapes, tokens=tokens, rows=rows if shards > 1 else {})
+            narrow = frozenset(shapes) if is_narrow else frozenset[str]()
+            model = replace(self._model, shapes=shapes, tokens=tokens, low_precision=narrow)
+            model = replace(model, rows=rows if shards > 1 else {})
             self._problems[key] = self._planner.problem(model, per_rank=shards > 1)
         return self._problems[key]
 
     def _uniform(self, name: str, needed: Memory, setup: Setup) -> Choice:
         problem = self._problem(setup)
         plan = Plan.uniform(name, problem.model.shapes, {n: problem.model.role(n) for n in problem.model.shapes})
+        plan = plan.with_low_bits(problem.model.low_precision, DEFAULT_WEIGHT)
         return replace(_choice(name, plan, needed, setup), loss=_uniform_loss(parse(name), problem))
 
     def _changes(self, setup: Setup, gpu: int | None) -> Iterator[Change]:
         """Yield single changes of the setup. Changes of activations need activations that are counted."""
-        others = {"--fsdp": replace(setup, fsdp=setup.world_size > 1)}
+        others = {
+            "--fsdp": replace(setup, fsdp=setup.world_size > 1),
+            "--gradients release": replace(setup, release=True),
+            "--dtype bf16": replace(setup, dtype="bf16"),
+        }
         if self._measured.is_counted(setup):
             others |= {"--checkpointing": replace(setup, checkpointing=True), "--batch 1": replace(setup, batch=1)}
         for what, other in others.items():
@@ -230,8 +298,8 @@ def _uniform_loss(configuration: Configuration, problem: EffectProblem) -> float
     totals = elements(sizes)
     loss = 0.0
     for role, numel in sizes:
-        effect = table.effect(problem.regime, role, configuration)
-        if effect is None and role is not Role.VECTOR:
+        found = table.effect(problem.regime, role, configuration)
+        if found is None and role is not Role.VECTOR:
             return None
-        loss += numel / max(1, totals[role]) * (effect.loss if effect else 0.0)
-    return loss
+        loss += numel / max(1, totals[role]) * (found.loss if found else 0.0)
+    return loss + (effect(problem.regime, model.hyper.lr, DEFAULT_WEIGHT).loss if model.low_precision else 0.0)

@@ -54,6 +54,7 @@ class Setup:
         length: Tokens of a sequence.
         checkpointing: Whether activations are recomputed layer by layer.
         dtype: A name of :data:`PRECISIONS`.
+        release: Whether gradients are released in the backward pass, so that only the largest one exists.
         reserve: Bytes for the driver, communication buffers, workspaces and fragmentation, which no formula predicts.
 
     Raises:
@@ -66,6 +67,7 @@ class Setup:
     length: int = LENGTH
     checkpointing: bool = False
     dtype: str = "bf16"
+    release: bool = False
     reserve: int = GIB
 
     def __post_init__(self) -> None:
@@ -105,6 +107,10 @@ class Weights:
         sizes = [sum(param.numel() for param in layer.parameters()) for layer in layers_of(model)]
         everything = sum(param.numel() for param in model.parameters())
         return cls(*shapes, max(sizes, default=0), everything - sum(sizes))
+
+    def largest(self, shards: int) -> int:
+        """Return the elements of the largest trained tensor on the rank that holds the most."""
+        return max((_shard(shape, shards) for shape in self.trained.values()), default=0)
 
     def on_a_rank(self, shards: int) -> tuple[int, int]:
         """Return the elements of all tensors, and of the trained ones, on the rank that holds the most."""
@@ -190,7 +196,7 @@ class Measured:
         traced = self._trace(setup)
         return Memory(
             weights=everything * precision.weights + copies,
-            gradients=trained * precision.gradients,
+            gradients=(self.weights.largest(setup.shards) if setup.release else trained) * precision.gradients,
             activations=traced.peak(setup.checkpointing) if self._given is None else self._given,
             gathered=gathered,
             reserve=setup.reserve,

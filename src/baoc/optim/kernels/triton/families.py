@@ -25,7 +25,7 @@ from baoc.core.codecs import (
     Int8Format,
     RowMeanFormat,
 )
-from baoc.core.codecs.weights import NearestFormat
+from baoc.core.codecs.weights import NearestFormat, Rest8Format, Rest16Format, StochasticFormat
 from baoc.core.configuration import Layout
 from baoc.core.mechanisms import (
     SGD,
@@ -81,6 +81,12 @@ _FORMATS: dict[type[Format], str] = {
     RowMeanFormat: "row-mean",
     ColMeanFormat: "col-mean",
 }
+_LOW_BITS: dict[type[Format], str] = {
+    Rest16Format: "16",
+    Rest8Format: "8",
+    StochasticFormat: "sr",
+    NearestFormat: "none",
+}
 _REDUCTIONS = {"factored": "both", "factored-bf16": "both", "row-mean": "row", "col-mean": "col"}
 _DENSE = frozenset({"none", "fp32", "bf16"})
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -102,6 +108,7 @@ class Word(_FromZero):
     M_SHARED = auto()  # exponents or scales
     V = auto()
     V_SHARED = auto()
+    W = auto()  # the low bits of a bf16 parameter
     ROW = auto()  # one value per row: a factor of v, or of a balanced direction
     COL = auto()  # one value per column
     ROW_PARTS = auto()  # partial sums over rows: (parts, rows)
@@ -136,6 +143,7 @@ class Number(_FromZero):
     V_MASS_SQRT = auto()
     V_MEAN_FLOOR = auto()
     V_PHASE = auto()
+    W_PHASE = auto()
     EPS = auto()
     OF_M = auto()
     OF_GRAD = auto()
@@ -160,6 +168,8 @@ class Family(NamedTuple):
     grad: str
     m: str = "none"
     v: str = "none"
+    w: str = "none"
+    """The low bits of the parameter: "16", "8", "sr" or "none"."""
     reductions: tuple[str, ...] = ()
     """Means over each "row", each "col" or "both" that are computed before the update, in this order."""
     coupled: bool = False
@@ -185,7 +195,7 @@ class Family(NamedTuple):
         return "both" if len(set(self.reductions)) > 1 else next(iter(self.reductions), "none")
 
     def __str__(self) -> str:
-        named = [("param", self.param), ("grad", self.grad), ("m", self.m), ("v", self.v)]
+        named = [("param", self.param), ("grad", self.grad), ("m", self.m), ("v", self.v), ("w", self.w)]
         parts = [f"{name}={value}" for name, value in named if value != "none"]
         parts += [f"reductions={'+'.join(self.reductions)}"] if self.reductions else []
         parts += [name for name in ("coupled", "shares", "aligned") if getattr(self, name)]
@@ -239,9 +249,10 @@ def form(layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype
     for dtype in (param_dtype, grad_dtype):
         if dtype not in _DTYPES:
             return f"numbers of type {dtype}"
-    low_bits = next((type(stored) for stored in layout.formats if stored.slot.of_weight), NearestFormat)
-    if low_bits is not NearestFormat and use != "direction":
-        return f"the format {low_bits.__name__} of 'w'"
+    low_bits = None if use == "direction" else next((each for each in layout.formats if each.slot.of_weight), None)
+    w = "none" if low_bits is None else _LOW_BITS.get(type(low_bits))
+    if w is None:
+        return f"the format {type(low_bits).__name__} of 'w'"
     formats = [stored for stored in layout.formats if stored.slot.is_average and use != "move"]
     names = {stored.slot.name: _format_name(stored) for stored in formats}
     unknown = next((stored for stored in formats if names[stored.slot.name] is None), None)
@@ -258,12 +269,13 @@ def form(layout: Layout, shape: torch.Size, param_dtype: torch.dtype, grad_dtype
         mechanism = "sgd"
     param = "fp32" if use == "direction" else _DTYPES[param_dtype]
     family = Family(
-        mechanism, param, _DTYPES[grad_dtype], m, v, reductions,
+        mechanism, param, _DTYPES[grad_dtype], m, v, w, reductions,
         coupled=not layout.mechanism.decoupled, shares=layout.shares, moves=use != "direction",
     )  # fmt: skip
     numel, by_rows = math.prod(shape), {m, v} - _DENSE or reductions
     row_len = numel // shape[0] if by_rows and numel else numel
     buffers = [pair for stored in formats for pair in _buffers(stored, str(names[stored.slot.name]))]
+    buffers += [] if low_bits is None else [(Word.W, key) for _, key in low_bits.keys]
     aligned = row_len % ALIGNMENT == 0
     return Form(family._replace(aligned=aligned), tuple(buffers), numel // max(1, row_len), row_len)
 

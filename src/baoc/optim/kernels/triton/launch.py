@@ -57,6 +57,7 @@ def update_constants(family: Family, tiles: Tiles) -> dict[str, Any]:
         "GRAD": family.grad,
         "M": family.m,
         "V": family.v,
+        "W": family.w,
         "NORMS": family.norms,
         "COUPLED": family.coupled,
         "SHARES": family.shares,
@@ -74,6 +75,7 @@ def sums_constants(family: Family, index: int, tiles: Tiles) -> dict[str, Any]:
     return {
         "OF": family.mechanism if is_balanced else "grad",
         "PARAM": family.param if family.coupled else "none",
+        "W": family.w if family.coupled else "none",
         "GRAD": family.grad,
         "M": family.m if is_balanced else "none",
         "COUPLED": family.coupled,
@@ -94,6 +96,7 @@ def measure_constants(family: Family, tiles: Tiles) -> dict[str, Any]:
         "PARAM": family.param,
         "GRAD": family.grad,
         "V": family.v,
+        "W": family.w,
         "SHARES": family.shares,
         "ALIGNED": family.aligned,
         "SEGMENTS": tiles.segments,

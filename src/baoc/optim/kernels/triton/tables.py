@@ -146,7 +146,7 @@ _DOTTED = {number: number.name.lower().replace("_", ".", 1) for number in Number
 
 def _numbers(job: Job) -> list[float]:
     found = {Number.SIGN: -1.0 if job.maximize else 1.0}
-    found |= {Number[f"{slot.upper()}_PHASE"]: float(phase) for slot, phase in job.phases.items() if slot in "mv"}
+    found |= {Number[f"{slot.upper()}_PHASE"]: float(phase) for slot, phase in job.phases.items() if slot in "mvw"}
     for number in Number:
         if number not in found:
             dotted = job.scalars.get(_DOTTED[number], job.scalars.get(number.name.lower(), 0.0))

@@ -110,6 +110,40 @@ def store_nearest(address, offset, mask, value, FORMAT: tl.constexpr, ALIGNED: t
 
 
 @triton.jit
+def load_weight(address, low_at, offset, mask, PARAM: tl.constexpr, W: tl.constexpr, ALIGNED: tl.constexpr):
+    """Load a parameter as fp32, joined with its low bits: see :mod:`baoc.core.codecs.weights`."""
+    if W == "16" or W == "8":
+        half = tl.load(pointer(address, tl.int16, ALIGNED) + offset, mask=mask, other=0)
+        low = tl.load(pointer(low_at, tl.int16 if W == "16" else tl.int8, ALIGNED) + offset, mask=mask, other=0)
+        return float_of((half.to(tl.int32) << 16) + (low.to(tl.int32) << (0 if W == "16" else 8)))
+    else:
+        return load_dense(address, offset, mask, PARAM, ALIGNED)
+
+
+@triton.jit
+def store_weight(
+    address, low_at, offset, mask, value, noise, PARAM: tl.constexpr, W: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Store a parameter and its low bits. ``noise`` rounds to 8 low bits, or to none."""
+    if W == "none":
+        store_nearest(address, offset, mask, value, PARAM, ALIGNED)
+    else:
+        bits = tl.where(value == value, bits_of(value), BF16_NAN << 16)
+        if W == "sr":
+            half = (bits + noise) >> 16
+        else:
+            if W == "8":
+                bits = ((bits + (noise >> 8)) >> 8) << 8
+            half = (bits + 0x8000) >> 16
+            low = bits - (half << 16)
+            if W == "8":
+                tl.store(pointer(low_at, tl.int8, ALIGNED) + offset, (low >> 8).to(tl.int8), mask=mask)
+            else:
+                tl.store(pointer(low_at, tl.int16, ALIGNED) + offset, low.to(tl.int16), mask=mask)
+        tl.store(pointer(address, tl.int16, ALIGNED) + offset, half.to(tl.int16), mask=mask)
+
+
+@triton.jit
 def int8_base(exponents, SIGNED: tl.constexpr):
     """Return the fp32 bits from which codes count."""
     return ((exponents + 1) << MANTISSA) - (SIGNED_BELOW if SIGNED else UNSIGNED_BELOW)

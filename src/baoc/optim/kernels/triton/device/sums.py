@@ -21,7 +21,6 @@ from baoc.optim.kernels.triton.device.tile import (
     LENGTH_PARTS_AT,
     LENGTH_TICKET_AT,
     MIN_PARAM_RMS,
-    PARAM_AT,
     ROW_AT,
     ROW_PARTS_AT,
     ROW_TICKETS_AT,
@@ -38,6 +37,7 @@ from baoc.optim.kernels.triton.device.tile import (
     elements,
     fp32_at,
     load_grad,
+    load_param,
     mean_of_cols,
     own_index,
     own_numbers,
@@ -55,7 +55,7 @@ LANES = tl.constexpr(128)  # partial sums that are added at once
 @triton.jit
 def add_up(
     table, owners, numbers, skip,
-    OF: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, M: tl.constexpr, COUPLED: tl.constexpr,
+    OF: tl.constexpr, PARAM: tl.constexpr, W: tl.constexpr, GRAD: tl.constexpr, M: tl.constexpr, COUPLED: tl.constexpr,
     FACTOR: tl.constexpr, BY_ROW: tl.constexpr, BY_COL: tl.constexpr, OUT: tl.constexpr, ALIGNED: tl.constexpr,
     SEGMENTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def add_up(
         offset, mask = elements(row, part, row_len, inside)
         grad = load_grad(tensor, own, offset, mask, GRAD, ALIGNED)
         if COUPLED:
-            param = load_dense(tl.load(tensor + PARAM_AT), offset, mask, PARAM, ALIGNED)
+            param = load_param(tensor, offset, mask, PARAM, W, ALIGNED)
             grad = grad + param * tl.load(own + COUPLED_DECAY)
         x = clean(grad, True)
         if OF != "grad":
@@ -132,8 +132,8 @@ def _finish_cols(tensor, own, part, col, rows, row_len, blocks, OUT: tl.constexp
 @triton.jit
 def measure(
     table, owners, numbers, skip,
-    MECHANISM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, V: tl.constexpr, SHARES: tl.constexpr,
-    ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr, TILES: tl.constexpr,
+    MECHANISM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    SHARES: tl.constexpr,     ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Compute Adafactor's factor of the step from the RMS of the direction and of the parameter, before either changes.
 
@@ -156,7 +156,7 @@ def measure(
         inside = row < rows
         offset, mask = elements(row, part, row_len, inside)
         seen = clean(load_grad(tensor, own, offset, mask, GRAD, ALIGNED), SHARES)
-        param = load_dense(tl.load(tensor + PARAM_AT), offset, mask, PARAM, ALIGNED)
+        param = load_param(tensor, offset, mask, PARAM, W, ALIGNED)
         v = advanced_v(tensor, own, seen, col_mean, row, part, parts, row_len, offset, inside, mask, V, ALIGNED)
         direction = tl.where(mask, direction_of(own, seen, seen, v, MECHANISM), 0.0)
         of_direction += direction * direction

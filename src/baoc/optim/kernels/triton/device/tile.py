@@ -9,6 +9,7 @@ from baoc.optim.kernels.triton.device.formats import (
     load_dense,
     load_int4,
     load_int8,
+    load_weight,
     quotient,
     root,
     store_dense,
@@ -29,6 +30,7 @@ M_AT = tl.constexpr(int(Word.M))
 M_SHARED_AT = tl.constexpr(int(Word.M_SHARED))
 V_AT = tl.constexpr(int(Word.V))
 V_SHARED_AT = tl.constexpr(int(Word.V_SHARED))
+W_AT = tl.constexpr(int(Word.W))
 ROW_AT = tl.constexpr(int(Word.ROW))
 COL_AT = tl.constexpr(int(Word.COL))
 ROW_PARTS_AT = tl.constexpr(int(Word.ROW_PARTS))
@@ -60,6 +62,7 @@ V_MASS_SQRT = tl.constexpr(int(Number.V_MASS_SQRT))
 V_MEAN_FLOOR = tl.constexpr(int(Number.V_MEAN_FLOOR))
 V_FLOOR = tl.constexpr(int(Number.V_FLOOR))
 V_PHASE = tl.constexpr(int(Number.V_PHASE))
+W_PHASE = tl.constexpr(int(Number.W_PHASE))
 EPS = tl.constexpr(int(Number.EPS))
 OF_M = tl.constexpr(int(Number.OF_M))
 OF_GRAD = tl.constexpr(int(Number.OF_GRAD))
@@ -117,6 +120,12 @@ def elements(row, part, row_len, inside):
 def load_grad(tensor, numbers, offset, mask, GRAD: tl.constexpr, ALIGNED: tl.constexpr):
     """Load the gradient to descend on, without coupled weight decay."""
     return load_dense(tl.load(tensor + GRAD_AT), offset, mask, GRAD, ALIGNED) * tl.load(numbers + SIGN)
+
+
+@triton.jit
+def load_param(tensor, offset, mask, PARAM: tl.constexpr, W: tl.constexpr, ALIGNED: tl.constexpr):
+    """Load the parameter in fp32, with its low bits."""
+    return load_weight(tl.load(tensor + PARAM_AT), tl.load(tensor + W_AT), offset, mask, PARAM, W, ALIGNED)
 
 
 @triton.jit

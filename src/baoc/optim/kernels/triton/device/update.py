@@ -9,6 +9,7 @@ from baoc.optim.kernels.triton.device.formats import (
     load_dense,
     noise_at,
     store_nearest,
+    store_weight,
 )
 from baoc.optim.kernels.triton.device.tile import (
     COUPLED_DECAY,
@@ -25,6 +26,8 @@ from baoc.optim.kernels.triton.device.tile import (
     V_AT,
     V_PHASE,
     V_SHARED_AT,
+    W_AT,
+    W_PHASE,
     advanced_m,
     advanced_v,
     clean,
@@ -33,6 +36,7 @@ from baoc.optim.kernels.triton.device.tile import (
     elements,
     fp32_at,
     load_grad,
+    load_param,
     mean_of_cols,
     own_index,
     own_numbers,
@@ -48,8 +52,8 @@ from baoc.optim.kernels.triton.device.tile import (
 def update(
     table, owners, numbers, skip,
     MECHANISM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
-    NORMS: tl.constexpr, COUPLED: tl.constexpr, SHARES: tl.constexpr, MOVES: tl.constexpr, ALIGNED: tl.constexpr,
-    SEGMENTS: tl.constexpr, TILES: tl.constexpr,
+    W: tl.constexpr, NORMS: tl.constexpr, COUPLED: tl.constexpr, SHARES: tl.constexpr, MOVES: tl.constexpr,
+    ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Update ``TILES`` tiles of ``SEGMENTS`` segments of one tensor.
 
@@ -71,7 +75,7 @@ def update(
     for tile in range(TILES):
         _update_tile(
             tensor, own, row_len, rows, col_mean, first + tile * SEGMENTS,
-            MECHANISM, PARAM, GRAD, M, V, NORMS, COUPLED, SHARES, MOVES, ALIGNED, SEGMENTS,
+            MECHANISM, PARAM, GRAD, M, V, W, NORMS, COUPLED, SHARES, MOVES, ALIGNED, SEGMENTS,
         )  # fmt: skip
 
 
@@ -79,8 +83,8 @@ def update(
 def _update_tile(
     tensor, own, row_len, rows, col_mean, first,
     MECHANISM: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
-    NORMS: tl.constexpr, COUPLED: tl.constexpr, SHARES: tl.constexpr, MOVES: tl.constexpr, ALIGNED: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    W: tl.constexpr, NORMS: tl.constexpr, COUPLED: tl.constexpr, SHARES: tl.constexpr, MOVES: tl.constexpr,
+    ALIGNED: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     parts = segments_in(row_len)
     segment = first + tl.arange(0, SEGMENTS)[:, None]
@@ -91,7 +95,7 @@ def _update_tile(
     grad = load_grad(tensor, own, offset, mask, GRAD, ALIGNED)
     param = grad
     if COUPLED or MOVES:
-        param = load_dense(tl.load(tensor + PARAM_AT), offset, mask, PARAM, ALIGNED)
+        param = load_param(tensor, offset, mask, PARAM, W, ALIGNED)
     if COUPLED:
         grad = grad + param * tl.load(own + COUPLED_DECAY)
     seen = clean(grad, SHARES)
@@ -116,7 +120,11 @@ def _update_tile(
         if MECHANISM == "adafactor":
             step = step * tl.load(fp32_at(tensor, STEP_FACTOR_AT))
         moved = param * tl.load(own + SHRINK) - direction * step
-        store_nearest(tl.load(tensor + PARAM_AT), offset, mask, moved, PARAM, ALIGNED)
+        noise = 0
+        if W == "8" or W == "sr":
+            noise = noise_at(offset + tl.load(tensor + FIRST_ELEMENT_AT), tl.load(own + W_PHASE).to(tl.int32))
+        low = tl.load(tensor + W_AT)
+        store_weight(tl.load(tensor + PARAM_AT), low, offset, mask, moved, noise, PARAM, W, ALIGNED)
     else:
         store_nearest(tl.load(tensor + PARAM_AT), offset, mask, direction, PARAM, ALIGNED)
     if MECHANISM != "move":  # last, so that no register holds the parameter or the direction while groups are scaled

@@ -1,9 +1,9 @@
 """Where rules that work on whole matrices are not trusted, although the regime has them.
 
-In the zoo (`docs/results/zoo.md`), networks with normalization layers win or tie with Muon. One did not: attention over a
-set of points that regresses a single number. Muon ended 40 to 50% above AdamW there, at any precision and with the fused
-projection split, and 30% below it with AdamW for that projection alone. Attention over tokens or patches, with a head
-over classes, lost nothing.
+In the zoo (`docs/results/zoo.md`), networks with normalization layers win or tie with Muon. One did not: attention over
+a set of points that regresses a single number. Muon ended 40 to 50% above AdamW there, at any precision and with the
+fused projection split, and 30% below it with AdamW for that projection alone. Attention over tokens or patches, with a
+head over classes, lost nothing.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ choice but rules without state. C and Triton know ``bf16a``; the others run in t
 
 **fp8.** A code is the upper bits of an fp32 number, counted from a fixed exponent, so elements share nothing and even
 vectors can have it. Large matrices are stored as int8, whose exponents adapt. A signed slot has a sign and two mantissa
-bits over 32 octaves, from 2^-25 to 2^7, and below them equal steps down to zero, which are smaller than Adam's usual eps
-of 1e-8. An unsigned slot has two mantissa bits over 64 octaves, from 2^-50 to 2^14, the squares of the former. Larger
-numbers get the largest code, which amounts to clipping gradients at about 100. Codes are far apart, but dithered:
-averages over steps are right.
+bits over 32 octaves, from 2^-25 to 2^7, and below them equal steps down to zero, which are smaller than Adam's usual
+eps of 1e-8. An unsigned slot has two mantissa bits over 64 octaves, from 2^-50 to 2^14, the squares of the former.
+Larger numbers get the largest code, which amounts to clipping gradients at about 100. Codes are far apart, but
+dithered: averages over steps are right.
 
 **int4a.** As int4, but groups have at most 32 elements and end with their row, and a scale is a bf16 number. It is
 dithered as well, and the largest element of a group always has the top code.

@@ -3,7 +3,9 @@
 from baoc._version import __version__
 from baoc.core.codecs import register_codec
 from baoc.core.configuration import CATALOG, EXTENDED, Configuration, ConfigurationError, parse
+from baoc.core.fused import splits_of
 from baoc.core.mechanisms import register_mechanism
+from baoc.core.splits import Split
 from baoc.optim.checkpoint import CheckpointError
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.optim.release import ReleasedGradients, release_gradients
@@ -33,6 +35,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ReleasedGradients",
+    "Split",
     "StatisticsCollector",
     "StatisticsError",
     "__version__",
@@ -44,6 +47,7 @@ __all__ = [
     "register_mechanism",
     "register_risk",
     "release_gradients",
+    "splits_of",
     "state_bytes",
     "to_torch",
 ]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from baoc.core.configuration import Configuration, Layout
 from baoc.core.plan import Block, Plan, PlanError
-from baoc.core.spec import real_shape
+from baoc.core.spec import Reach, real_shape
+from baoc.core.splits import Split
 from baoc.optim import groups, torch_state
 from baoc.optim.groups import Group, Member
 from baoc.optim.migrate import Holding, Move, lr_scales
@@ -49,6 +50,8 @@ class Prepared(NamedTuple):
     planner: str = ""
     samples: Mapping[str, Any] = MappingProxyType({})
     norms: str = ""
+    splits: Mapping[str, Split | None] = MappingProxyType({})
+    """By name, those of all parameters whose saved update rule works on whole matrices; ``None``: not split."""
 
 
 def reserve(param_groups: Sequence[Group], key: str) -> None:
@@ -134,7 +137,7 @@ def _prepare(
     loaded = [{**own, **group, **_who(own)} for group, own in zip(saved, current)]
     for index, group in enumerate(loaded):
         groups.check_hyper(group, f"the checkpoint's group {index}")
-    saved_blocks = _blocks(saved, saved_plan)
+    saved_blocks = _blocks(saved, saved_plan, [member.name for member in members])
     any_state = any(state.get(key) for key in keys)
     samples: dict[str, Any] = {}
     moves = []
@@ -168,7 +171,12 @@ def _prepare(
         for (name, param), move in zip(groups.named_params(loaded), moves)
     ]
     settings = next((plan.settings for plan in (own_plan, saved_plan) if plan is not None), {})
-    return Prepared(held, loaded, groups.plan_of(assigned, settings), planner, samples, norms)
+    splits = {
+        member.name: block.splits.get(member.name)
+        for member, block in zip(members, saved_blocks)
+        if block is not None and block.configuration.mechanism.reach is Reach.MATRIX
+    }
+    return Prepared(held, loaded, groups.plan_of(assigned, settings), planner, samples, norms, splits)
 
 
 def _who(group: Group) -> Group:
@@ -238,8 +246,8 @@ def _read_plan(saved: Sequence[Group]) -> Plan | None:
         raise CheckpointError(f"the checkpoint's plan is damaged: {error}") from None
 
 
-def _blocks(saved: Sequence[Group], plan: Plan | None) -> list[Block | None]:
-    """Return the saved block of every parameter; the plan must cover these and no others."""
+def _blocks(saved: Sequence[Group], plan: Plan | None, names: Sequence[str]) -> list[Block | None]:
+    """Return the saved block of every parameter, under its present name; the plan must cover these and no others."""
     positions = groups.positions(saved)
     if plan is None:
         return [None] * len(positions)
@@ -252,7 +260,8 @@ def _blocks(saved: Sequence[Group], plan: Plan | None) -> list[Block | None]:
             f"the checkpoint's plan speaks of parameter {surplus[0]!r} (group.position), which its groups do not have: "
             "it is damaged."
         )
-    return [plan.block_of(position) for position in positions]
+    plan = plan.renamed(dict(zip(positions, names)))
+    return [plan.block_of(name) for name in names]
 
 
 def _check_norms(text: str) -> None:

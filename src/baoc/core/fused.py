@@ -145,12 +145,14 @@ def _attention(fused: _Fused, heads: bool) -> Split | None:
         return None
     if not by_group and not _SIDE_BY_SIDE.fullmatch(fused.label):
         return None
-    counts = _heads(fused)
-    if counts is None:
-        third, over = divmod(fused.outputs, 3)
-        is_thirds = third == fused.inputs and not over and not heads and not by_group
-        return Split((third,) * 3, fused.dim) if is_thirds else None
-    queries, keys, dim = counts
+    queries = fused.number("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+    if queries is None:  # then only three matrices as wide as their input
+        is_thirds = fused.outputs == 3 * fused.inputs and not heads and not by_group
+        return Split((fused.inputs,) * 3, fused.dim) if is_thirds else None
+    found = _key_heads(fused, queries)
+    if found is None:
+        return None
+    keys, dim = found
     if heads:
         return Split((dim,) * (queries + 2 * keys), fused.dim)
     if kind.startswith("CodeGen"):  # the first quarter of all queries, of all values, of all keys, and so on
@@ -161,21 +163,18 @@ def _attention(fused: _Fused, heads: bool) -> Split | None:
     return Split((queries * dim, keys * dim, keys * dim), fused.dim)
 
 
-def _heads(fused: _Fused) -> tuple[int, int, int] | None:
-    """Return query heads, key heads and the dim of a head, if they make up the outputs."""
-    queries = fused.number("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "num_head")
-    if queries is None:
-        return None
+def _key_heads(fused: _Fused, queries: int) -> tuple[int, int] | None:
+    """Return the number of heads of keys and the dim of a head, if they make up the outputs."""
     keys = fused.number(
         "num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv", "num_query_groups"
     )
     if keys is None:
         keys = 1 if getattr(fused.owner, "multi_query", False) is True else queries
-    given = fused.number("head_dim", "head_size", "attention_head_size", "d_kv")
+    given = fused.number("head_dim", "head_size", "attention_head_size", "d_kv", "dim_head")
     for count in dict.fromkeys((keys, queries)):  # a config may be of another module
         dim = given or fused.outputs // (queries + 2 * count)
         if (queries + 2 * count) * dim == fused.outputs and dim and queries % count == 0:
-            return queries, count, dim
+            return count, dim
     return None
 
 

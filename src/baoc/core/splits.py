@@ -22,7 +22,7 @@ from typing import Any, Union
 from torch import Tensor
 
 from baoc.core.mechanisms import Mechanism
-from baoc.core.mechanisms.muon import aligned
+from baoc.core.mechanisms.newton_schulz import aligned
 from baoc.core.roles import as_matrices
 from baoc.core.spec import Scalars, Shape
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baoc.core.configuration import Configuration, Layout
 from baoc.core.plan import Block, Plan, PlanError
-from baoc.core.spec import Reach, real_shape
+from baoc.core.spec import Reach
 from baoc.core.splits import Split
 from baoc.optim import groups, torch_state
 from baoc.optim.groups import Group, Member
@@ -166,14 +166,15 @@ def _prepare(
     for member, move in zip(members, moves):
         if move.holding.state or member.is_trained:
             held[member.param] = move.convert()
+    names = [name for name, _ in groups.named_params(loaded)]
     assigned = [
-        (name, real_shape(param), replace(move.block, lr_scale=scales[move.block.name]))
-        for (name, param), move in zip(groups.named_params(loaded), moves)
+        (name, member.shape, _only(move.block, member, name, scales[move.block.name]))
+        for name, member, move in zip(names, members, moves)
     ]
     settings = next((plan.settings for plan in (own_plan, saved_plan) if plan is not None), {})
     splits = {
-        member.name: block.splits.get(member.name)
-        for member, block in zip(members, saved_blocks)
+        name: block.splits.get(member.name)
+        for name, member, block in zip(names, members, saved_blocks)
         if block is not None and block.configuration.mechanism.reach is Reach.MATRIX
     }
     return Prepared(held, loaded, groups.plan_of(assigned, settings), planner, samples, norms, splits)
@@ -285,6 +286,13 @@ def _entry(state: Mapping[Any, Any], key: Any, member: Member) -> dict[str, Any]
             f"the checkpoint's state of parameter {member.name!r} is a {type(entry).__name__}: it is damaged."
         )
     return dict(entry)
+
+
+def _only(block: Block, member: Member, name: str, lr_scale: float | None) -> Block:
+    """Return the block of one parameter, under the name that it has from now on."""
+    split = block.splits.get(member.name)
+    splits = {} if split is None else {name: split}
+    return replace(block, parameters={name: member.shape}, splits=splits, lr_scale=lr_scale)
 
 
 def _placed(block: Block, member: Member, offload: bool | None) -> Block:

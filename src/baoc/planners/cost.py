@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -168,9 +167,8 @@ def step_times(
     """
     chosen = (*configurations, BUDGET_REFERENCE)
     blocks = [{"": shape} for shape in shapes]
-    products = [
-        [operations(shape, each, device, cut) for each in chosen] for shape, cut in zip(shapes, split or [None] * len(shapes))
-    ]
+    cuts = split or [None] * len(shapes)
+    products = [[operations(shape, each, device, cut) for each in chosen] for shape, cut in zip(shapes, cuts)]
     update = operations_per_byte * _each(blocks, chosen, bytes_moved)
     update += np.array(products, dtype=np.float64).reshape(update.shape)
     weights = sum(count * math.prod(shape) for shape, count in zip(shapes, counts))

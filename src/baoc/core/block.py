@@ -108,7 +108,7 @@ class Block:
 
     def to_entry(self) -> dict[str, Any]:
         """Return the block as a JSON object of a plan file."""
-        entry: dict[str, Any] = {
+        return {
             "name": self.name,
             "configuration": str(self.configuration),
             "lr_scale": self.lr_scale,
@@ -116,10 +116,8 @@ class Block:
             "why": self.why,
             "host": self.host,
             "parameters": {name: list(shape) for name, shape in self.parameters.items()},
+            "splits": {name: split.plain() for name, split in self.splits.items()},
         }
-        if self.splits:
-            entry["splits"] = {name: split.plain() for name, split in self.splits.items()}
-        return entry
 
     @classmethod
     def from_entry(cls, entry: Any, index: int) -> Block:

@@ -557,7 +557,7 @@ def test_an_interrupted_group_is_not_added(where, steps_before, planner, monkeyp
 
 def test_all_arguments_are_typed_and_visible():
     parameters = list(inspect.signature(BAOC).parameters.values())
-    assert len(parameters) <= 16
+    assert len(parameters) <= 17
     for parameter in parameters:
         assert parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         assert parameter.annotation not in (parameter.empty, "Any")

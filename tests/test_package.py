@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
 LAYERS = {
     "core": [
         *("spec", "sharding", "rounding", "text", "files", "roles", "codecs", "mechanisms", "configuration"),
-        *("block", "plan", "budget"),
+        *("splits", "fused", "block", "plan", "budget"),
     ],
     "optim": [
         *("agreement", "state", "groups", "kernels", "low_bits", "staging", "engine", "guard", "migrate"),

@@ -98,10 +98,12 @@ def factorial(sibling: str) -> Iterator[Run]:
 
 BALLS = (4.0, 8.0, 2.0)
 HEADS = (Recipe(head_lr=2.0), Recipe(head_lr=4.0))
+SPLIT = Recipe(split=True)
 COEFFICIENTS = (Recipe(coefficients="polar-express"), Recipe(coefficients="muon"))
 SINGLE = (
     *(Recipe(**change) for change in FACTORS.values()),
     HEADS[1],
+    SPLIT,
     *(Recipe(ball=size) for size in BALLS),
     *COEFFICIENTS,
 )
@@ -160,6 +162,14 @@ def momentum_free(seeds: range = range(3)) -> Iterator[Run]:
                 yield Run("gpt", Recipe(hidden=hidden, batch=batch), seed, steps)
 
 
+def split() -> Iterator[Run]:
+    """Queries, keys and values of the GPT as three matrices; other siblings have none that are fused."""
+    for steps in (FACTORIAL_STEPS, STEPS):
+        for seed in range(3):
+            for recipe in (DEFAULT, SPLIT):
+                yield Run("gpt", recipe, seed, steps)
+
+
 QUESTIONS: Mapping[str, Callable[[], Iterator[Run]]] = {
     "tuning": tuning,
     "memory": memory,
@@ -170,5 +180,6 @@ QUESTIONS: Mapping[str, Callable[[], Iterator[Run]]] = {
     "factorial-llama": partial(factorial, "llama"),
     "ball": ball,
     "coefficients": coefficients,
+    "split": split,
 }
 """Runs by question."""

@@ -70,6 +70,7 @@ class Prototype:
         known = known_settings(baoc.parse(spelling).mechanism)
         self.optimizer = baoc.BlockOptimizer(
             model, lr=lr, betas=(BETA1, recipe.beta2), weight_decay=0.0, plan=plan_of(model, parse(text)),
+            split=recipe.split,
             **{name: value for name, value in wanted.items() if name in known},
         )  # fmt: skip
         self.radii = {id(param): float(param.detach().norm()) for param in hidden}

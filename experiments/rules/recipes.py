@@ -46,6 +46,8 @@ class Recipe:
     """Factor on the sibling's learning rate."""
     batch: float = 1.0
     """Factor on the sibling's batch size."""
+    split: bool = False
+    """Fused matrices, such as ``c_attn``, are orthogonalized as the matrices that they are made of."""
 
     @property
     def key(self) -> str:

@@ -3,7 +3,9 @@
 from baoc._version import __version__
 from baoc.core.codecs import register_codec
 from baoc.core.configuration import CATALOG, EXTENDED, Configuration, ConfigurationError, parse
+from baoc.core.fused import splits_of
 from baoc.core.mechanisms import register_mechanism
+from baoc.core.splits import Split
 from baoc.optim.checkpoint import CheckpointError
 from baoc.optim.low_bits import fp32_state_dict, load_fp32_state_dict, to_low_precision
 from baoc.optim.optimizer import BlockOptimizer
@@ -34,6 +36,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ReleasedGradients",
+    "Split",
     "StatisticsCollector",
     "StatisticsError",
     "__version__",
@@ -47,6 +50,7 @@ __all__ = [
     "register_mechanism",
     "register_risk",
     "release_gradients",
+    "splits_of",
     "state_bytes",
     "to_low_precision",
     "to_torch",

@@ -16,6 +16,7 @@ from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import role_of
 from baoc.core.sharding import local
 from baoc.core.spec import DEFAULT_BETAS
+from baoc.core.splits import Request, matched
 from baoc.core.text import names_checked, notice, one_line
 from baoc.optim import agreement, checkpoint, groups, migrate
 from baoc.optim.groups import Group
@@ -73,6 +74,9 @@ class BAOC(BlockOptimizer):
         maximize: maximize the objective instead of minimizing it.
         kernel: "auto", "native", "triton", "compiled" or "eager"; see :attr:`kernel`.
         on_nonfinite: what to do with a step that has non-finite gradients: "step", "skip" or "raise".
+        split: parameters that are several matrices, each of which Muon and its like treat by itself: ``None`` (detected
+            in the module), ``False`` (none), "heads" (detected, one matrix for each attention head), or a mapping such
+            as ``{"*.qkv.weight": (768, 768, 768)}``; see :class:`~baoc.BlockOptimizer`.
         verbose: print a line to stderr when a plan is made, unless logging is set up or ``BAOC_QUIET=1`` is set.
         process_group: the ranks that train the same model; by default all.
 
@@ -108,6 +112,7 @@ class BAOC(BlockOptimizer):
         maximize: bool = False,
         kernel: str = "auto",
         on_nonfinite: str = "step",
+        split: Request = None,
         verbose: bool = True,
         process_group: agreement.Group = None,
     ) -> None:
@@ -127,13 +132,14 @@ class BAOC(BlockOptimizer):
         self._planned_at: int | None = None
         self._failed = self._is_stale = self._is_ready = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        self._setup(params, defaults, {}, kernel=kernel, on_nonfinite=on_nonfinite, peers=self._peers)
+        self._setup(params, defaults, {}, kernel=kernel, on_nonfinite=on_nonfinite, split=split, peers=self._peers)
         if total_memory is not None:
             everything = params.parameters() if isinstance(params, nn.Module) else ()
             frozen = sum(local(param).nbytes for param in everything if not param.requires_grad)
             self._total = Total(total_memory, self._tensors(frozen), activations, gradients)
             self._requested = self._settings = self._settings.changed(memory=self._left)
-        self._facts = ModelFacts.of(params if isinstance(params, nn.Module) else self._params())
+        facts = ModelFacts.of(params if isinstance(params, nn.Module) else self._params())
+        self._facts = dataclasses.replace(facts, splits=matched(self._splits, self._shapes()))
         self._session = self._settings.planner.start(self._params(), self._model())
         self._install(self._starting_plan(), inherit=False)
         counts = self._settings.planner.counts_tokens
@@ -211,8 +217,7 @@ class BAOC(BlockOptimizer):
         if "_session" not in self.__dict__:  # torch's constructor
             return
         self._names = [names[name] for name in self._names if name in names]
-        roles = {names[name]: role for name, role in self._facts.roles.items() if name in names}
-        self._facts = dataclasses.replace(self._facts, roles=roles)
+        self._facts = self._facts.renamed(names)
         if isinstance(self._session, PaperSession):
             self._session.forget_names()
 
@@ -353,9 +358,14 @@ class BAOC(BlockOptimizer):
 
     def _plan_for(self, new: list[str]) -> None:
         """Let plans be for new parameters too."""
-        roles = {name: role_of(shape, name) for name, shape in self._shapes().items() if name in new}
+        shapes = {name: shape for name, shape in self._shapes().items() if name in new}
+        roles = {name: role_of(shape, name) for name, shape in shapes.items()}
         self._names = [*self._names, *new]
-        self._facts = dataclasses.replace(self._facts, roles={**self._facts.roles, **roles})
+        self._facts = dataclasses.replace(
+            self._facts,
+            roles={**self._facts.roles, **roles},
+            splits={**self._facts.splits, **matched(self._splits, shapes)},
+        )
         if self.is_warming_up:
             self._session = self._settings.planner.start(self._params(), self._model())
 
@@ -509,6 +519,7 @@ class BAOC(BlockOptimizer):
         alike = {
             "parameters": [f"{member.name} of {member.shape}" for member in self.members()],
             "settings": [f"{key}={value!r}" for key, value in self._settings.plain().items()],
+            "splits": [f"{name}: {split}" for name, split in self._facts.splits.items()],
             "hyper-parameters": numbers,
             "progress": [f"{self._steps} steps behind it", f"samples: {self._session.nbytes > 0}"],
         }
@@ -548,9 +559,12 @@ class BAOC(BlockOptimizer):
         # a state dict of step 0 knows no tokens, but this process may have counted them since
         tokens = None if run.facts.tokens or run.progress.steps else self._facts.tokens
         counts = tokens is not None and run.settings.planner.counts_tokens
+        facts = run.facts.with_tokens(tokens)
+        if self._splits_given:
+            facts = dataclasses.replace(facts, splits=matched(self._splits, facts.shapes))
         return {
             "_settings": run.settings,
-            "_facts": run.facts.with_tokens(tokens),
+            "_facts": facts,
             "_names": run.planned,
             "_session": run.session,
             "_steps": run.progress.steps,

@@ -146,7 +146,8 @@ def write(run: Run, requested: Settings, positions: Mapping[str, str]) -> str:
         "progress": dataclasses.asdict(run.progress),
         "is_stale": run.is_stale,
         "model": run.facts.plain()
-        | {"roles": {positions[name]: role.value for name, role in run.facts.roles.items() if name in positions}},
+        | {"roles": {positions[name]: role.value for name, role in run.facts.roles.items() if name in positions}}
+        | {"splits": {positions[name]: each.plain() for name, each in run.facts.splits.items() if name in positions}},
         "planned": [positions[name] for name in run.planned if name in positions],
         "session": _without_tensors(run.session.state_dict(), {}),
     }
@@ -170,9 +171,8 @@ def read(loaded: Prepared, mine: Settings, facts: ModelFacts, names: Sequence[st
     hyper, _ = typical_hyper(loaded.param_groups)
     if not loaded.planner:
         own = dict(zip(names, params))
-        facts = dataclasses.replace(
-            facts, hyper=hyper, roles={own[name]: role for name, role in facts.roles.items() if name in own}
-        )
+        facts = facts.renamed(own)
+        facts = dataclasses.replace(facts, hyper=hyper)
         return _read_foreign(
             loaded.plan, mine, facts, {own[name]: params[own[name]] for name in planned if name in own}
         )
@@ -203,8 +203,9 @@ def _read(loaded: Prepared, params: Mapping[str, Tensor], mine: Settings, hyper:
         logger.info("resumed with the settings of this script: %s", told)
     saved, planned = content["model"], {names[position]: params[names[position]] for position in content["planned"]}
     roles = {names[position]: role for position, role in saved["roles"].items()}
+    splits = {names[position]: split for position, split in saved.get("splits", {}).items()}
     shapes = {name: real_shape(param) for name, param in planned.items()}
-    facts = ModelFacts.from_plain({**saved, "roles": roles}, shapes)
+    facts = ModelFacts.from_plain({**saved, "roles": roles, "splits": splits}, shapes)
     session = settings.planner.start(planned, dataclasses.replace(facts, hyper=hyper))
     progress = _read_progress(content["progress"])
     is_stale = content["is_stale"] or not overruled.keys() <= _NOT_PLANNED_BY

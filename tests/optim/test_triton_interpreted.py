@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baoc import parse
+from baoc import Split, parse
 from baoc.core.codecs.weights import PARAM
 from baoc.optim.kernels import triton as triton_kernels
 from baoc.optim.kernels.eager import EagerKernel
@@ -205,3 +205,22 @@ def test_a_shard_is_updated_like_its_rows_of_the_whole(configuration):
     for key, held in state.items():
         if isinstance(held, Tensor):
             assert torch.equal(held, whole.states[0][key][first : first + rows]), key
+
+
+@pytest.mark.parametrize("configuration", ["muon-8", "normuon-8", "spectral"])
+@pytest.mark.parametrize("split", [Split((40, 40, 40)), Split((30, 30), dim=1)], ids=str)
+def test_split_matrices_are_finished_apart(configuration, split):
+    shape = (120, 60)
+    layout = parse(configuration).layout(shape)
+    params, states = [torch.ones(shape), torch.ones(shape)], [new_state(layout, CPU) for _ in range(2)]
+    for (grad,) in streams(2, FP32, [shape]):
+        for param, state, each in zip(params, states, (EagerKernel(), kernel())):
+            jobs = [Job.of(layout, param, grad, state, HYPER, split=split)]
+            with ExactRoots():
+                each.run(jobs)
+            advance_ages(jobs)
+    torch.testing.assert_close(*params, rtol=1e-5, atol=1e-6)
+    whole, state = torch.ones(shape), new_state(layout, CPU)
+    (grad,) = streams(1, FP32, [shape])[0]
+    kernel().run([Job.of(layout, whole, grad, state, HYPER)])
+    assert not torch.equal(whole, params[0])

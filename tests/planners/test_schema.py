@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from baoc import EffectPlanner, GradientStatistics, PaperPlanner, Plan, collect_statistics, make_plan
+from baoc import EffectPlanner, GradientStatistics, PaperPlanner, Plan, Split, collect_statistics, make_plan
 from tests.training import shapes
 
 TYPES = {
@@ -76,6 +76,8 @@ def statistics() -> GradientStatistics:
 def plans() -> dict[str, Plan]:
     return {
         "effects": make_plan(make_model(), 0.3),
+        "splits": Plan.uniform("muon-8", {"qkv": (96, 32)}).split({"qkv": Split((8, 16, 8), dim=1)}),
+        "splits by head": Plan.uniform("muon-8", {"qkv": (96, 32)}).split({"qkv": Split((8, 8, 8), repeat=4)}),
         "no ceiling": make_plan(make_model(), planner=EffectPlanner(time=math.inf)),
         "host": make_plan(make_model(), 0.2, host_memory=0.4),
         "per rank": make_plan(make_model(), "30%/rank", ranks=2),

@@ -9,6 +9,7 @@ from typing import Any
 
 from baoc.core.configuration import Configuration, parse
 from baoc.core.spec import Shape
+from baoc.core.splits import Split
 
 LR_SCALES = (1e-30, 1e30)
 """The smallest and the largest learning-rate multiplier. Beyond them, fp32 cannot hold the product with lr."""
@@ -33,9 +34,10 @@ class Block:
         risk: what the configuration is expected to cost, by term. Plans made by hand have none.
         why: why the block has this configuration.
         host: whether the state is in host memory, wherever the parameters are.
+        splits: parameters that are several matrices, by name. Those of other parameters are left out.
 
     Raises:
-        PlanError: if ``lr_scale`` is out of range.
+        PlanError: if ``lr_scale`` is out of range, or a split does not fit its parameter.
 
     Example:
         >>> from baoc import Plan
@@ -51,8 +53,15 @@ class Block:
     risk: Mapping[str, float] = field(default_factory=dict)
     why: str = ""
     host: bool = False
+    splits: Mapping[str, Split] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.splits:
+            own = {name: split for name, split in self.splits.items() if name in self.parameters}
+            object.__setattr__(self, "splits", own)
+        for name, split in self.splits.items():
+            if problem := split.problem(self.parameters[name]):
+                raise PlanError(f"parameter {name!r} cannot be split as block {self.name!r} says: {problem}.")
         least, most = LR_SCALES
         if self.lr_scale is not None and not least <= self.lr_scale <= most:
             raise PlanError(
@@ -107,6 +116,7 @@ class Block:
             "why": self.why,
             "host": self.host,
             "parameters": {name: list(shape) for name, shape in self.parameters.items()},
+            "splits": {name: split.plain() for name, split in self.splits.items()},
         }
 
     @classmethod
@@ -125,6 +135,10 @@ class Block:
         """
         try:
             lr_scale = entry.get("lr_scale")
+            splits = {name: Split.from_plain(split) for name, split in entry.get("splits", {}).items()}
+            stray = next((name for name in splits if name not in entry["parameters"]), None)
+            if stray is not None:
+                raise ValueError(f"it splits {stray!r}, which is none of its parameters.")
             return cls(
                 name=str(entry["name"]),
                 configuration=parse(entry["configuration"]),
@@ -133,6 +147,7 @@ class Block:
                 risk={term: _number(value) for term, value in entry.get("risk", {}).items()},
                 why=str(entry.get("why", "")),
                 host=_bool(entry.get("host", False)),
+                splits=splits,
             )
         except PlanError:
             raise

@@ -16,6 +16,7 @@ from baoc.core.files import read_json, replaced
 from baoc.core.roles import Role, as_matrices, roles_by_name
 from baoc.core.sharding import rows_per_rank
 from baoc.core.spec import BATCH_NUMEL, DEFAULT_WEIGHT, LOW_PRECISION, Reach, Shape
+from baoc.core.splits import Split, Splits, describe, matched, workspace
 from baoc.core.text import plan_table
 
 __all__ = ["FORMAT", "VERSION", "Block", "Plan", "PlanError"]
@@ -231,10 +232,49 @@ class Plan:
             The renamed plan.
         """
         blocks = (
-            replace(block, parameters={names[name]: s for name, s in block.parameters.items() if name in names})
+            replace(
+                block,
+                parameters={names[name]: shape for name, shape in block.parameters.items() if name in names},
+                splits={names[name]: split for name, split in block.splits.items() if name in names},
+            )
             for block in self.blocks
         )
         return replace(self, blocks=tuple(blocks))
+
+    def split(self, splits: Splits) -> Plan:
+        """Return the plan with other splits, for update rules that work on whole matrices.
+
+        Args:
+            splits: split by parameter name or pattern. Parameters that none matches are not split.
+
+        Returns:
+            The changed plan.
+
+        Raises:
+            ValueError: if the sizes of a split do not fit a parameter.
+
+        Example:
+            >>> from baoc import Split
+            >>> fused = Plan.uniform("muon-8", {"attn.qkv.weight": (96, 32)})
+            >>> plan = fused.split({"*.qkv.weight": Split((32, 32, 32))})
+            >>> plan.matrices, plan.state_bytes == fused.state_bytes
+            ({'3 x (32, 32)': 1}, True)
+        """
+        of_matrices = {block.name for block in self.blocks if block.configuration.mechanism.reach is Reach.MATRIX}
+        found = matched(splits, {name: block.parameters[name] for name, block in self.by_parameter})
+        blocks = (replace(block, splits=found if block.name in of_matrices else {}) for block in self.blocks)
+        return replace(self, blocks=tuple(blocks))
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """The parameters that are several matrices, by name."""
+        return {name: split for block in self.blocks for name, split in block.splits.items()}
+
+    @property
+    def matrices(self) -> dict[str, int]:
+        """How many parameters are split into which matrices, by a text such as ``"3 x (768, 768)"``."""
+        texts = [describe(split, self.block_of(name).parameters[name]) for name, split in self.splits.items()]
+        return {text: texts.count(text) for text in dict.fromkeys(texts)}
 
     @property
     def state_bytes(self) -> int:
@@ -343,8 +383,9 @@ class Plan:
             mechanism = block.configuration.mechanism
             if mechanism.reach is Reach.MATRIX:
                 matrices, rows, cols = as_matrices(block.parameters[name])
-                each = mechanism.workspace(rows, cols)
-                key = mechanism.name, rows, cols
+                split = block.splits.get(name)
+                each = workspace(mechanism, split, rows, cols)
+                key = mechanism.name, rows, cols, split
                 needed[key] = needed.get(key, 0) + matrices * each
                 largest = max(largest, min(needed[key], max(1, BATCH_NUMEL // each) * each))
         return 4 * largest

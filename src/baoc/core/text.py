@@ -324,6 +324,7 @@ def _summary(plan: Plan) -> list[str]:
         lines[0] += f"; *{human_bytes(plan.host_bytes)} in host memory"
     if plan.rows:
         lines[0] += f"; at most {human_bytes(plan.state_bytes_per_rank)} on a rank"
+    lines += [f"split: {count} tensor{'s' * (count > 1)} as {text}" for text, count in plan.matrices.items()]
     if plan.workspace_bytes:
         lines.append(f"update workspace: up to {human_bytes(plan.workspace_bytes)} besides state")
     if (time := plan.settings.get("time")) is not None and "expected_loss" in plan.settings:

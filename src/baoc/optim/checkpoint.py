@@ -16,7 +16,8 @@ from torch import Tensor
 
 from baoc.core.configuration import Configuration, Layout
 from baoc.core.plan import Block, Plan, PlanError
-from baoc.core.spec import LOW_PRECISION, SMALLEST_WEIGHT, real_shape
+from baoc.core.spec import LOW_PRECISION, SMALLEST_WEIGHT, Reach
+from baoc.core.splits import Split
 from baoc.optim import groups, low_bits, torch_state
 from baoc.optim.groups import Group, Member
 from baoc.optim.migrate import Holding, Move, lr_scales
@@ -52,6 +53,8 @@ class Prepared(NamedTuple):
     samples: Mapping[str, Any] = MappingProxyType({})
     norms: str = ""
     weights: tuple[int, ...] = ()
+    splits: Mapping[str, Split | None] = MappingProxyType({})
+    """By name, those of all parameters whose saved update rule works on whole matrices; ``None``: not split."""
 
 
 def reserve(param_groups: Sequence[Group], key: str) -> None:
@@ -142,7 +145,7 @@ def _prepare(
     loaded = [{**own, **group, **_who(own)} for group, own in zip(saved, current)]
     for index, group in enumerate(loaded):
         groups.check_hyper(group, f"the checkpoint's group {index}")
-    saved_blocks = _blocks(saved, saved_plan)
+    saved_blocks = _blocks(saved, saved_plan, [member.name for member in members])
     any_state = any(state.get(key) for key in keys)
     samples: dict[str, Any] = {}
     moves = []
@@ -171,13 +174,19 @@ def _prepare(
     for member, move in zip(members, moves):
         if move.holding.state or member.is_trained:
             held[member.param] = move.convert() | low_bits.kept(move.holding.layout, move.layout, states, member)
+    names = [name for name, _ in groups.named_params(loaded)]
     assigned = [
-        (name, real_shape(param), replace(move.block, lr_scale=scales[move.block.name]))
-        for (name, param), move in zip(groups.named_params(loaded), moves)
+        (name, member.shape, _only(move.block, member, name, scales[move.block.name]))
+        for name, member, move in zip(names, members, moves)
     ]
     settings = next((plan.settings for plan in (own_plan, saved_plan) if plan is not None), {})
     plan = groups.plan_of(assigned, settings)
-    return Prepared(held, loaded, plan, planner, samples, norms, low_bits.read(weights))
+    splits = {
+        name: block.splits.get(member.name)
+        for name, member, block in zip(names, members, saved_blocks)
+        if block is not None and block.configuration.mechanism.reach is Reach.MATRIX
+    }
+    return Prepared(held, loaded, plan, planner, samples, norms, low_bits.read(weights), splits)
 
 
 def _who(group: Group) -> Group:
@@ -247,8 +256,8 @@ def _read_plan(saved: Sequence[Group]) -> Plan | None:
         raise CheckpointError(f"the checkpoint's plan is damaged: {error}") from None
 
 
-def _blocks(saved: Sequence[Group], plan: Plan | None) -> list[Block | None]:
-    """Return the saved block of every parameter; the plan must cover these and no others."""
+def _blocks(saved: Sequence[Group], plan: Plan | None, names: Sequence[str]) -> list[Block | None]:
+    """Return the saved block of every parameter, under its present name; the plan must cover these and no others."""
     positions = groups.positions(saved)
     if plan is None:
         return [None] * len(positions)
@@ -261,7 +270,8 @@ def _blocks(saved: Sequence[Group], plan: Plan | None) -> list[Block | None]:
             f"the checkpoint's plan speaks of parameter {surplus[0]!r} (group.position), which its groups do not have: "
             "it is damaged."
         )
-    return [plan.block_of(position) for position in positions]
+    plan = plan.renamed(dict(zip(positions, names)))
+    return [plan.block_of(name) for name in names]
 
 
 def _check_norms(text: str) -> None:
@@ -285,6 +295,13 @@ def _entry(state: Mapping[Any, Any], key: Any, member: Member) -> dict[str, Any]
             f"the checkpoint's state of parameter {member.name!r} is a {type(entry).__name__}: it is damaged."
         )
     return dict(entry)
+
+
+def _only(block: Block, member: Member, name: str, lr_scale: float | None) -> Block:
+    """Return the block of one parameter, under the name that it has from now on."""
+    split = block.splits.get(member.name)
+    splits = {} if split is None else {name: split}
+    return replace(block, parameters={name: member.shape}, splits=splits, lr_scale=lr_scale)
 
 
 def _placed(block: Block, member: Member, offload: bool | None) -> Block:

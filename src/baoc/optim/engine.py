@@ -133,7 +133,7 @@ def collect_jobs(
             hyper, maximize = hypers[id(group)], bool(group["maximize"])
         layout, scale, offloaded = member.layout, block.lr_scale, block.host and member.is_offloaded
         job = Job.of(
-            layout, param, grad, state, hyper, scale, maximize, place, member.name, known, offloaded, memo
+            layout, param, grad, state, hyper, scale, maximize, place, member.name, known, offloaded, memo, member.split
         )  # fmt: skip
         if memo.device in jobs:
             jobs[memo.device].append(job)

@@ -21,6 +21,7 @@ from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.roles import Role, canonical_name
 from baoc.core.sharding import HOST, WHOLE, Place, Ranks, has_own_memory, place_of
 from baoc.core.spec import LOW_PRECISION, WEIGHT, Hyper, Shape, real_shape
+from baoc.core.splits import Split
 from baoc.optim.state import Memo, ParamState, is_fresh, misfit, new_slot, new_state, refuse_shared_memory
 
 Group = dict[str, Any]
@@ -43,6 +44,7 @@ class Member:
     param_shape: torch.Size = field(init=False)  # as torch shows it; gradients must have it too
     shape: Shape = field(init=False)  # the global shape as layouts see it: a complex parameter has a last dim of 2
     layout: Layout = field(init=False)
+    split: Split | None = field(init=False)  # if it is several matrices
     needs_view: bool = field(init=False)  # kernels see it, and its gradient, through its place
     memo: Memo = field(init=False, repr=False, compare=False)
 
@@ -51,6 +53,7 @@ class Member:
         object.__setattr__(self, "param_shape", self.param.shape)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "layout", self.block.configuration.layout(shape, rows=self.place.rows))
+        object.__setattr__(self, "split", self.block.splits.get(self.name))
         weight = self.layout.configuration.weight
         if weight and self.param.dtype not in LOW_PRECISION:
             raise PlanError(
@@ -303,13 +306,17 @@ def plan_of(assigned: Sequence[tuple[str, Shape, Block]], settings: Mapping[str,
         assigned: name, shape and block of every parameter. The parameters that a block lists itself are ignored.
         settings: the settings of the new plan.
     """
-    blocks: dict[str, tuple[Block, dict[str, Shape]]] = {}
+    blocks: dict[str, tuple[Block, dict[str, Shape], dict[str, Split]]] = {}
     for name, shape, block in assigned:
-        bare = replace(block, parameters={})
+        bare = replace(block, parameters={}, splits={})
         while bare.name in blocks and blocks[bare.name][0] != bare:
             bare = replace(bare, name=f"{bare.name}'")
-        blocks.setdefault(bare.name, (bare, {}))[1][name] = shape
-    return Plan(tuple(replace(block, parameters=mine) for block, mine in blocks.values()), settings)
+        _, shapes, splits = blocks.setdefault(bare.name, (bare, {}, {}))
+        shapes[name] = shape
+        if name in block.splits:
+            splits[name] = block.splits[name]
+    found = (replace(block, parameters=shapes, splits=splits) for block, shapes, splits in blocks.values())
+    return Plan(tuple(found), settings)
 
 
 def extended(

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from baoc.core.configuration import Configuration, parse
+from baoc.core.fused import requested
 from baoc.core.mechanisms import known_settings
 from baoc.core.plan import Plan
 from baoc.core.roles import Role, role_of, roles_of
 from baoc.core.sharding import place_of, rows_per_rank
 from baoc.core.spec import DEFAULT_BETAS, LOW_PRECISION, SMALLEST_WEIGHT, Shape, real_shape
+from baoc.core.splits import Request, Splits, matched
 from baoc.core.text import check_names, one_line
 from baoc.optim import checkpoint, groups, kernels, low_bits, migrate
 from baoc.optim.agreement import Peers
@@ -55,6 +57,11 @@ class BlockOptimizer(torch.optim.Optimizer):
         offload: whether state is in host memory while parameters are on a device: of all blocks (``True``), of none
             (``False``), or of those whose :attr:`~baoc.Block.host` the plan sets (``None``). The host then makes the
             update, and gradients and parameters are copied in buckets. On a CPU it changes nothing.
+        split: parameters that are several matrices, such as queries, keys and values in one weight. Rules that work on
+            whole matrices (Muon, NorMuon, Spectral) then treat each by itself. ``None``: those of ``plan`` if it is a
+            :class:`~baoc.Plan`, else detected in the module. ``False``: none. ``"heads"``: detected, one matrix for
+            each attention head. A mapping such as ``{"*.qkv.weight": (768, 768, 768)}``: these, with ``*`` for any
+            characters, sizes of rows, and :class:`~baoc.Split` for columns.
         offload_bucket: the host memory of a bucket, such as ``"64MiB"``; there are three.
         settings: hyper-parameters of single update rules, such as ``update_rms``, ``nesterov_momentum``,
             ``momentum_rise`` and ``newton_schulz`` (``momentum`` and ``ns_coefficients`` of ``torch.optim.Muon``), or
@@ -77,6 +84,7 @@ class BlockOptimizer(torch.optim.Optimizer):
     _saved_norms = ""  # of the last step, from a checkpoint
     _seen_weights: low_bits.Sight | None = None  # after the last step
     _expected_weights: tuple[int, ...] = ()  # fingerprints of the weights that loaded low bits belong to
+    _splits: Splits  # by name or pattern
 
     def __init__(
         self,
@@ -92,6 +100,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         on_nonfinite: str = "step",
         offload: bool | None = None,
         offload_bucket: int | str = BUCKET_BYTES,
+        split: Request = None,
         **settings: Any,
     ) -> None:
         self._setup(
@@ -103,6 +112,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             on_nonfinite=on_nonfinite,
             offload=offload,
             offload_bucket=offload_bucket,
+            split=split,
         )
         self._plan_given |= plan is not None
         shapes = self._shapes()
@@ -113,6 +123,10 @@ class BlockOptimizer(torch.optim.Optimizer):
         else:
             Plan.refuse_unsuited(self._default, shapes, roles)
         chosen = plan if isinstance(plan, Plan) else self._plan
+        if isinstance(plan, Plan):
+            if split is None:
+                self._splits = plan.splits
+            chosen = plan.split(self._splits)
         if plan is not None:
             groups.refuse_idle(chosen, settings)
         chosen = chosen.with_low_bits(self._low_precision(), SMALLEST_WEIGHT)
@@ -129,6 +143,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         on_nonfinite: str = "step",
         offload: bool | None = None,
         offload_bucket: int | str = BUCKET_BYTES,
+        split: Request = None,
         peers: Peers | None = None,
     ) -> None:
         """Do everything that a constructor does, except to choose a plan and install it. Allocates no state.
@@ -151,6 +166,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._watch = Watch()
         self._default = parse(DEFAULT_CONFIGURATION if configuration is None else configuration)
         self._roles = roles_of(params) if isinstance(params, nn.Module) else {}
+        self._splits, self._splits_given = requested(split, params), split is not None
         self._plan = Plan(())
         self._plan_given = self._is_planned = False
         self._steps = 0  # made since construction or load
@@ -159,6 +175,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         defaults = groups.with_plain_numbers({**defaults, **own, **settings})
         groups.check_hyper(defaults, "the defaults")
         super().__init__(groups.named(params), defaults)
+        if isinstance(split, Mapping):
+            shapes = {name: real_shape(param) for name, param in groups.named_params(self.param_groups)}
+            matched(self._splits, shapes, all_used=True)
 
     # ---- a step ----
 
@@ -339,7 +358,11 @@ class BlockOptimizer(torch.optim.Optimizer):
         own_plan = self.plan if self._plan_given else None
         loaded = checkpoint.prepare(state_dict, members, self.param_groups, own_plan, self._offload, self.state)
         extra = self._read_extra(loaded)
-        content = {"state": loaded.state, "param_groups": loaded.param_groups, "_plan": loaded.plan}
+        splits = self._splits
+        if not self._splits_given:  # a run goes on with the matrices that it has
+            splits = {name: split for name, split in {**splits, **loaded.splits}.items() if split is not None}
+        plan = loaded.plan.split(splits)
+        content = {"state": loaded.state, "param_groups": loaded.param_groups, "_plan": plan, "_splits": splits}
         own = {"_saved_norms": loaded.norms, "_expected_weights": loaded.weights, "_seen_weights": None}
         self.__setstate__({**content, "_is_planned": True, "_steps": 0, **own, **extra})
         if self._release is not None:
@@ -380,7 +403,9 @@ class BlockOptimizer(torch.optim.Optimizer):
         self.synchronize()
         self._finish_change()
         own = ("_engine", "_offload", "_guard", "_watch", "_plan_given", "_is_planned", "_default", "_plan", "_roles")
-        return super().__getstate__() | {name: self.__dict__[name] for name in (*own, "_steps")}
+        return super().__getstate__() | {
+            name: self.__dict__[name] for name in (*own, "_splits", "_splits_given", "_steps")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -425,6 +450,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             roles = self._roles_of(shapes)
             Plan.refuse_unsuited(parse(plan), shapes, roles)
             plan = Plan.uniform(plan, shapes, roles, self._dtypes()).offloaded(host=bool(self._offload))
+            plan = plan.split(self._splits)
         self._change_plan(plan, inherit=inherit)
 
     @torch.no_grad()
@@ -465,7 +491,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         shapes = {name: real_shape(param) for name, param in named}
         dtypes = {name: param.dtype for name, param in named}
         roles, host = self._roles_of(shapes), bool(self._offload)
-        return groups.extended(plan, index, configuration, shapes, roles, dtypes, host=host)
+        extended = groups.extended(plan, index, configuration, shapes, roles, dtypes, host=host)
+        return extended.split({**matched(self._splits, shapes), **plan.splits})
 
     def _roles_of(self, shapes: Mapping[str, Shape]) -> dict[str, Role]:
         return {name: self._roles.get(name) or role_of(shape, name) for name, shape in shapes.items()}
@@ -510,6 +537,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         Args:
             names: new names by old ones. Parameters that are not there have left.
         """
+        self._splits = {names.get(pattern, pattern): split for pattern, split in self._splits.items()}
         plan = self._plan.renamed(names)
         self._plan = dataclasses.replace(plan, blocks=tuple(block for block in plan.blocks if block.parameters))
 

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from baoc.core import splits
 from baoc.core.configuration import BUDGET_REFERENCE, Configuration
 from baoc.core.roles import as_matrices
 from baoc.core.spec import Reach, Shape
+from baoc.core.splits import Split
 from baoc.planners.model_facts import OPERATIONS_PER_BYTE
 
 Blocks = Sequence[Mapping[str, Shape]]
@@ -82,13 +83,26 @@ def bytes_moved(shape: Shape, configuration: Configuration, param_bytes: int = 4
     return math.prod(shape) * per_element + (2 + again) * layout.nbytes
 
 
-def operations(shape: Shape, configuration: Configuration, device: str = "cpu") -> int:
-    """Return the operations of an update's matrix products. Elementwise work is hidden behind the bytes it moves."""
+def operations(shape: Shape, configuration: Configuration, device: str = "cpu", split: Split | None = None) -> int:
+    """Return the operations of an update's matrix products. Elementwise work is hidden behind the bytes it moves.
+
+    Args:
+        shape: of the tensor.
+        configuration: its configuration.
+        device: the type of the device.
+        split: how it is split into matrices, if it is.
+
+    Example:
+        >>> from baoc.core.configuration import parse
+        >>> fused, split = operations((768, 2304), parse("muon-8")), Split((768, 768, 768), dim=1)
+        >>> operations((768, 2304), parse("muon-8"), split=split) == 3 * operations((768, 768), parse("muon-8")) > fused
+        True
+    """
     mechanism = configuration.layout(shape).mechanism
     if mechanism.reach is not Reach.MATRIX:
         return 0
     matrices, rows, cols = as_matrices(shape)
-    return matrices * mechanism.operations(rows, cols, device)
+    return matrices * splits.operations(mechanism, split, rows, cols, device)
 
 
 def update_ratios(blocks: Blocks, configurations: Sequence[Configuration]) -> NDArray[np.float64]:
@@ -127,6 +141,7 @@ def step_times(
     tokens: int,
     operations_per_byte: float = OPERATIONS_PER_BYTE["cpu"],
     device: str = "cpu",
+    split: Sequence[Split | None] | None = None,
 ) -> StepTimes:
     """Estimate how long a training step takes, relative to one with AdamW16.
 
@@ -139,6 +154,7 @@ def step_times(
         tokens: that pass through a weight in one step.
         operations_per_byte: what the device computes while it moves one byte.
         device: its type.
+        split: how the tensors of each shape are split into matrices.
 
     Returns:
         The time of the passes, and of the update of one tensor of each shape under each configuration.
@@ -151,8 +167,10 @@ def step_times(
     """
     chosen = (*configurations, BUDGET_REFERENCE)
     blocks = [{"": shape} for shape in shapes]
+    cuts = split or [None] * len(shapes)
+    products = [[operations(shape, each, device, cut) for each in chosen] for shape, cut in zip(shapes, cuts)]
     update = operations_per_byte * _each(blocks, chosen, bytes_moved)
-    update += _each(blocks, chosen, partial(operations, device=device))
+    update += np.array(products, dtype=np.float64).reshape(update.shape)
     weights = sum(count * math.prod(shape) for shape, count in zip(shapes, counts))
     computed = float(_FLOPS_PER_WEIGHT * tokens * weights)
     whole = max(1.0, computed + float(update[:, -1] @ np.asarray(counts, dtype=np.float64)))

@@ -216,7 +216,8 @@ class EffectProblem:
             "time_price": float(solution.time_price),
         }
         per_rank = {"per_rank": True} if self._per_rank else {}
-        return Plan(_numbered(blocks), settings | per_rank | self._prediction(blocks))
+        plan = Plan(_numbered(blocks), settings | per_rank | self._prediction(blocks))
+        return plan.split(self.model.splits)
 
     def _error(self, solution: ClassSolution) -> float:
         """The standard error of a prediction, in percent of the loss."""
@@ -300,7 +301,7 @@ class EffectProblem:
         for name in self.model.shapes:
             key = self._roles[name], forbidden[name].tobytes(), preferred[name].tobytes()
             groups.setdefault(key, []).append(name)
-        classes: dict[tuple[int, Shape, int | None], int] = {}
+        classes: dict[tuple[object, ...], int] = {}
         class_of: dict[str, int] = {}
         examples: list[str] = []
         counts: list[int] = []
@@ -309,7 +310,8 @@ class EffectProblem:
         for index, members in enumerate(groups.values()):
             for name in members:
                 shape = self.model.shapes[name]
-                place = classes.setdefault((index, shape, self._rows.get(name)), len(classes))
+                kind = index, shape, self._rows.get(name), self.model.splits.get(name)
+                place = classes.setdefault(kind, len(classes))
                 if place == len(counts):
                     counts.append(0)
                     examples.append(name)
@@ -324,7 +326,13 @@ class EffectProblem:
         shapes = self._shapes = [self.model.shapes[name] for name in examples]
         memory = cost.memory([{name: self.model.shapes[name]} for name in examples], self.candidates, self._rows)
         times = cost.step_times(
-            shapes, counts, self.candidates, self.tokens, self.model.operations_per_byte, self.model.device
+            shapes,
+            counts,
+            self.candidates,
+            self.tokens,
+            self.model.operations_per_byte,
+            self.model.device,
+            [self.model.splits.get(name) for name in examples],
         )
         limit = None if math.isinf(self.planner.time) else self.planner.time - times.base
         if limit is not None and limit < 0:

@@ -19,9 +19,11 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from baoc.core.codecs.quantized import fits
 from baoc.core.configuration import BUDGET_REFERENCE
+from baoc.core.fused import splits_of
 from baoc.core.roles import Role, canonical_name, has_letters, role_of, roles_by_place, roles_of
 from baoc.core.sharding import first_rows
 from baoc.core.spec import LOW_PRECISION, SMALL_NUMEL, Hyper, Shape, real_shape
+from baoc.core.splits import Split
 
 SCRATCH, FINETUNE, GENERAL = "scratch", "finetune", "general"
 REGIMES = (SCRATCH, FINETUNE, GENERAL)
@@ -52,6 +54,7 @@ class ModelFacts:
         one_lr: whether all param groups have one learning rate.
         rows: of every sharded parameter, the rows that the rank with the most holds.
         low_precision: names of bf16 and fp16 parameters, which have slot ``w``.
+        splits: parameters that are several matrices, by name.
 
     Example:
         >>> facts = ModelFacts.of(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)))
@@ -71,6 +74,7 @@ class ModelFacts:
     one_lr: bool = True
     rows: Mapping[str, int] = field(default_factory=dict)
     low_precision: frozenset[str] = frozenset()
+    splits: Mapping[str, Split] = field(default_factory=dict)
 
     @classmethod
     def of(cls, params: nn.Module | Mapping[str, Tensor], hyper: Hyper | None = None) -> ModelFacts:
@@ -85,11 +89,11 @@ class ModelFacts:
         """
         if isinstance(params, nn.Module):
             named: dict[str, Tensor] = {canonical_name(name): param for name, param in params.named_parameters()}
-            roles = roles_of(params)
+            roles, splits = roles_of(params), splits_of(params)
             planned = {name: param for name, param in named.items() if param.requires_grad}
         else:
             named = planned = {canonical_name(name): param for name, param in params.items()}
-            roles = roles_by_place({name: real_shape(param) for name, param in named.items()})
+            roles, splits = roles_by_place({name: real_shape(param) for name, param in named.items()}), {}
         device = next((param.device.type for param in named.values()), "cpu")
         facts = cls(
             shapes={name: real_shape(param) for name, param in planned.items()},
@@ -98,13 +102,17 @@ class ModelFacts:
             device=device,
             operations_per_byte=OPERATIONS_PER_BYTE.get(device, OPERATIONS_PER_BYTE["cuda"]),
             low_precision=frozenset(name for name, param in planned.items() if param.dtype in LOW_PRECISION),
+            splits={name: split for name, split in splits.items() if name in planned},
         )
         return facts if hyper is None else replace(facts, hyper=hyper)
 
     def plain(self) -> dict[str, Any]:
         """Return what a file needs to keep, as JSON values; shapes and hyper-parameters are kept elsewhere."""
         kept = {name: getattr(self, name) for name in ("regime", "tokens", "device", "operations_per_byte")}
-        return kept | {"roles": {name: role.value for name, role in self.roles.items() if name in self.shapes}}
+        return kept | {
+            "roles": {name: role.value for name, role in self.roles.items() if name in self.shapes},
+            "splits": {name: split.plain() for name, split in self.splits.items() if name in self.shapes},
+        }
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any], shapes: Mapping[str, Shape]) -> ModelFacts:
@@ -128,7 +136,14 @@ class ModelFacts:
         if content["regime"] not in REGIMES or not isinstance(content["device"], str):
             raise ValueError(f"regime {content['regime']!r} on device {content['device']!r}")
         roles = {str(name): Role(role) for name, role in content["roles"].items()}
-        return cls(shapes, roles, content["regime"], tokens, content["device"], float(intensity))
+        splits = {str(name): Split.from_plain(split) for name, split in content.get("splits", {}).items()}
+        facts = cls(shapes, roles, content["regime"], tokens, content["device"], float(intensity))
+        return replace(facts, splits=splits)
+
+    def renamed(self, names: Mapping[str, str]) -> ModelFacts:
+        """Return these facts with other parameter names, but for shapes. Parameters without a new name are left out."""
+        roles = {names[name]: role for name, role in self.roles.items() if name in names}
+        return replace(self, roles=roles, splits={names[n]: split for n, split in self.splits.items() if n in names})
 
     def with_tokens(self, tokens: int | None) -> ModelFacts:
         """Return these facts with the tokens of a step, where some were counted.

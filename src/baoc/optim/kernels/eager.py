@@ -20,6 +20,7 @@ from baoc.core.mechanisms.newton_schulz import aligned
 from baoc.core.roles import as_matrices, matrix_shape
 from baoc.core.sharding import Ranks
 from baoc.core.spec import BATCH_NUMEL, Reach
+from baoc.core.splits import finish, scratch_numel, workspace
 from baoc.optim.kernels.job import Job, matrices_of, rows_of, stretches_of, whole
 from baoc.optim.kernels.update import Update, row_tiles
 
@@ -108,7 +109,7 @@ def _run_batch(batch: Sequence[Job], owners: Owners | None, by_rows: Rows, memor
     squares = _mean_squares(flat, batch) if sets_length(batch[0]) else ()
     layout, scalars = batch[0].layout, batch[0].scalars
     stacked = flat.view(-1, *as_matrices(layout.shape)[1:]) if owners is None else owners.gather(flat)
-    finished = layout.mechanism.finish_in(stacked, scratch, scalars) if len(stacked) else stacked
+    finished = finish(layout.mechanism, batch[0].split, stacked, scratch, scalars) if len(stacked) else stacked
     finished = finished.reshape(-1) if owners is None else owners.scatter(finished)
     by_rows.move(batch, by_rows.adapt(batch, _as_rows(finished, batch), squares))
 
@@ -157,7 +158,7 @@ def batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
     for job in itertools.chain.from_iterable(map(_parts, jobs)):
         # not the local shape: every rank must make the same batches
         shape = as_matrices(job.layout.shape)[1:]
-        key = job.layout.mechanism.name, id(job.scalars), job.param.device, shape, _spread_over(job)
+        key = job.layout.mechanism.name, id(job.scalars), job.param.device, shape, job.split, _spread_over(job)
         alike.setdefault(key, []).append(job)
     for group in alike.values():
         batch: list[Job] = []
@@ -183,13 +184,15 @@ def _held(batch: Sequence[Job], owners: Owners | None) -> int:
     """Elements of memory that a batch takes: its directions', and the scratch of the matrices finished here."""
     _, rows, cols = as_matrices(batch[0].layout.shape)
     here = sum(as_matrices(tuple(job.param.shape))[0] for job in batch) if owners is None else owners.mine
-    return aligned(sum(job.param.numel() for job in batch)) + here * batch[0].layout.mechanism.scratch(rows, cols)
+    return aligned(sum(job.param.numel() for job in batch)) + scratch_numel(
+        batch[0].layout.mechanism, batch[0].split, here, rows, cols
+    )
 
 
 def _workspace(job: Job) -> int:
     """Elements that a job's matrices need, or this rank's share of them."""
     _, rows, cols = as_matrices(job.layout.shape)
-    each, ranks = job.layout.mechanism.workspace(rows, cols), job.place.ranks
+    each, ranks = workspace(job.layout.mechanism, job.split, rows, cols), job.place.ranks
     return each * len(job.param) if _is_stack(job) else each // (1 if ranks is None else ranks.size)
 
 

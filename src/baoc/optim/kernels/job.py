@@ -18,6 +18,7 @@ from baoc.core.roles import matrix_shape
 from baoc.core.rounding import phase_at, rounding_phase
 from baoc.core.sharding import WHOLE, Place, Slice
 from baoc.core.spec import Hyper, Reach, Scalar, Shape
+from baoc.core.splits import Split
 from baoc.optim.state import PLAIN, Memo, ParamState, set_age
 
 Numbers = tuple[dict[str, float], dict[str, int], tuple[int, ...]]  # scalars, rounding phase and age of each slot
@@ -39,6 +40,7 @@ class Job(NamedTuple):
     name: str = ""  # for errors
     offloaded: bool = False  # its state is in host memory, and its parameter is not
     memo: Memo | None = None  # of the tensors, if they are those of the optimizer
+    split: Split | None = None  # how its matrices are cut into those that are finished
 
     @classmethod
     def of(
@@ -55,6 +57,7 @@ class Job(NamedTuple):
         known: dict[object, Numbers] | None = None,
         offloaded: bool = False,
         memo: Memo | None = None,
+        split: Split | None = None,
     ) -> Job:
         """Make a job.
 
@@ -70,7 +73,8 @@ class Job(NamedTuple):
                 known[shared] = numbers
         scalars, phases, ages = numbers
         held = state if place is WHOLE else place.held(state)
-        return cls(layout, param, grad, state, held, scalars, phases, ages, maximize, place, name, offloaded, memo)
+        about = maximize, place, name, offloaded, memo, split
+        return cls(layout, param, grad, state, held, scalars, phases, ages, *about)
 
     def refuse_freed(self) -> None:
         """Raise if the memory of a tensor was freed, as some sharding frameworks do between steps."""

@@ -169,7 +169,8 @@ class PaperProblem:
             "warmup_steps": 0 if self._statistics is None else self._statistics.steps,
             "seed": None if self._statistics is None else self._statistics.seed,
         }
-        return Plan(tuple(blocks), settings | ({"per_rank": True} if self._per_rank else {}))
+        plan = Plan(tuple(blocks), settings | ({"per_rank": True} if self._per_rank else {}))
+        return plan.split(self.model.splits)
 
     def _block(self, index: int, choice: int) -> Block:
         configuration = self.candidates[choice]

@@ -11,6 +11,7 @@ from textwrap import fill
 from baoc.core.configuration import parse
 from baoc.core.plan import Block, Plan
 from baoc.core.spec import Shape
+from baoc.core.splits import describe
 from baoc.core.text import WIDTH, human_bytes, printable, shortened, table
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$")
@@ -28,13 +29,17 @@ class Side:
     host: bool
     shape: Shape
     state_bytes: int
+    matrices: str
+    """That it is split into, if it is."""
 
     @classmethod
     def of(cls, block: Block, parameter: str) -> Side:
         """Read the side of a parameter from its block."""
         shape = block.parameters[parameter]
         state_bytes = block.configuration.state_bytes(shape)
-        return cls(block.name, str(block.configuration), block.lr_scale, block.host, shape, state_bytes)
+        split = block.splits.get(parameter)
+        matrices = "" if split is None else describe(split, shape)
+        return cls(block.name, str(block.configuration), block.lr_scale, block.host, shape, state_bytes, matrices)
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,10 @@ class Change:
 
     @property
     def what(self) -> tuple[str, ...]:
-        """The differing fields of "configuration", "lr_scale", "block", "host" and "shape"; or "added" or "removed"."""
+        """The fields of a side that differ, such as "configuration" and "lr_scale"; or "added" or "removed"."""
         if self.before is None or self.after is None:
             return ("added",) if self.before is None else ("removed",)
-        names = ("configuration", "lr_scale", "block", "host", "shape")
+        names = ("configuration", "lr_scale", "block", "host", "shape", "matrices")
         return tuple(name for name in names if getattr(self.before, name) != getattr(self.after, name))
 
 
@@ -117,7 +122,7 @@ def _summary(change: Change) -> tuple[str, ...]:
         assert side is not None
         return (f"{'added' if before is None else 'removed'}: {parse(side.configuration).alias}",)
     parts = [" -> ".join(dict.fromkeys(parse(side.configuration).alias for side in (before, after)))]
-    for column in ("lr scale", "shape", *(["block"] if change.what == ("block",) else [])):
+    for column in ("lr scale", "shape", "matrices", *(["block"] if change.what == ("block",) else [])):
         was, became = (shortened(printable(_text(side, column)), _NAME_WIDTH) for side in (before, after))
         parts += [f"{column} {was} -> {became}"] if was != became else []
     return tuple(parts)

@@ -10,6 +10,7 @@ from typing import Any
 
 from baoc.core.configuration import BUDGET_REFERENCE
 from baoc.core.plan import Block, Plan
+from baoc.core.splits import describe
 from baoc.core.text import WIDTH, human_bytes, human_count, plan_reasons, printable, table
 from baoc.planners.effect_table import TERM
 
@@ -98,11 +99,12 @@ def explain_block(block: Block, *, wide: bool = False) -> str:
         *([["why", block.why]] if block.why else []),
     ]
     width = max(len(name) for name, _ in facts)
-    header = ["tensor", "shape", "state", "under AdamW16"]
+    header = ["tensor", "shape", *(["matrices"] if block.splits else []), "state", "under AdamW16"]
     rows = [
         [
             name,
             " x ".join(map(str, shape)) or "scalar",
+            *([_matrices(block, name)] if block.splits else []),
             human_bytes(block.configuration.state_bytes(shape)),
             human_bytes(BUDGET_REFERENCE.state_bytes(shape)),
         ]
@@ -111,7 +113,12 @@ def explain_block(block: Block, *, wide: bool = False) -> str:
     count = f"{len(block.parameters)} tensor{'s' if len(block.parameters) != 1 else ''}"
     lines = [f"{printable(block.name)}: {count}, {human_count(block.numel)} parameters", ""]
     lines += [_wrapped(f"{name.ljust(width)}  ", text) for name, text in facts]
-    return "\n".join([*lines, "", table(header, rows, right=header[2:], shorten=None if wide else "tensor")])
+    return "\n".join([*lines, "", table(header, rows, right=header[-2:], shorten=None if wide else "tensor")])
+
+
+def _matrices(block: Block, name: str) -> str:
+    split = block.splits.get(name)
+    return "" if split is None else describe(split, block.parameters[name])
 
 
 def plan_content(plan: Plan) -> dict[str, Any]:
@@ -146,6 +153,7 @@ def block_content(block: Block) -> dict[str, Any]:
             {
                 "name": name,
                 "shape": list(shape),
+                **({"matrices": _matrices(block, name)} if name in block.splits else {}),
                 "state_bytes": block.configuration.state_bytes(shape),
                 "reference_bytes": BUDGET_REFERENCE.state_bytes(shape),
             }

@@ -79,7 +79,7 @@ def model_of(plan: Plan, hyper: Hyper) -> ModelFacts:
     roles = {name: _ROLES[kind].value for name, kind in kinds.items() if kind in _ROLES}
     try:
         facts = {name: plan.settings.get(name, value) for name, value in default.items()} | {"roles": roles}
-        return replace(ModelFacts.from_plain(facts, shapes), hyper=hyper)
+        return replace(ModelFacts.from_plain(facts, shapes), hyper=hyper, splits=plan.splits)
     except ValueError as error:
         raise ReportError(f"the settings of the plan are damaged: {error}.") from None
 

@@ -15,10 +15,10 @@ from experiments.runs import markdown
 ABOUT = """\
 Llamas of four layers on the bytes of enwik8 (90, 5 and 5 MB; sequences of 128), trained from scratch. N is the number
 of parameters without embeddings and head, D/N the tokens per parameter, and 2k or 8k the tokens of a step. Warm-up of
-at most 30 steps, cosine to a tenth, clipping at 1. A learning rate is a factor on 4e-3. On the first rung, searches for
-AdamW32 go on in factors of {factor:g} until the best one by validation loss is inside. Other searches start there, or from
-the best of a rung with as many steps, and try up to three more values, on large rungs none. Weight decay is independent
-of the learning rate: 0.1 means 0.1 x 4e-3 of a weight per step, times the schedule.
+at most 30 steps, cosine to a tenth, clipping at 1. A learning rate is a factor on 4e-3. On the first rung, searches
+for AdamW32 go on in factors of {factor:g} until the best one by validation loss is inside. Other searches start there,
+or from the best of a rung with as many steps, and try up to two more values, on large rungs none. Weight decay is
+independent of the learning rate: 0.1 means 0.1 x 4e-3 of a weight per step, times the schedule.
 
 AdamW32 is tuned on {first}, one setting after another: learning rate, beta2 ({beta2}), decay ({decay}),
 learning-rate multipliers. The others have its betas, decay and multipliers, and their own learning rate; formats of one

@@ -331,16 +331,11 @@ def _summary(plan: Plan) -> list[str]:
         lines.append(f"step time: about {time:.2f}x AdamW16's at {tokens} tokens per step (estimate)")
     if "expected_loss" in plan.settings:
         regime = REGIME_TEXTS.get(plan.settings.get("regime", ""), "")
-        runs = plan.settings.get("expected_from_runs", 0)
-        loss = _percent(plan.settings["expected_loss"])
-        lines.append(f"predicted: {loss} loss against AdamW32, {regime}, from {runs} runs")
-        notes = []
-        if (spread := plan.settings.get("expected_spread", 0.0)) >= 0.05:
-            notes.append(f"± {spread:.1f} points between workloads")
+        lines.append(f"predicted: {prediction(plan.settings)}, {regime}")
+        notes = [source] if (source := plan.settings.get("expected_source", "")) else []
         if (given_up := plan.settings.get("given_up", 0.0)) >= 0.005:
             notes.append(f"{given_up:.2f}% given up for a simpler plan")
-        if notes:
-            lines.append(f"           {'; '.join(notes)}")
+        lines += [f"           {printable(note)}" for note in notes]
     return lines
 
 
@@ -372,8 +367,22 @@ def one_line(plan: Plan) -> str:
         text += f", {human_bytes(plan.host_bytes)} of it in host memory"
     if "expected_loss" in plan.settings:
         time = f", {plan.settings['time']:.2f}x step time" if plan.settings.get("time") is not None else ""
-        text += f", {_percent(plan.settings['expected_loss'])} loss{time} expected"
+        text += f", {_percent(plan.settings['expected_loss'])} loss{time} predicted"
     return text
+
+
+def prediction(settings: Mapping[str, Any]) -> str:
+    """Return the predicted change of the loss with its interval.
+
+    >>> prediction({"expected_loss": -0.21, "expected_low": -0.62, "expected_high": 0.08})
+    '-0.2% loss (-0.6 to +0.1) against AdamW32'
+    >>> prediction({"expected_loss": 0.004})
+    'no change of loss against AdamW32'
+    """
+    loss = settings["expected_loss"]
+    low, high = (settings.get(f"expected_{side}", loss) for side in ("low", "high"))
+    is_wide = high - low >= 0.05
+    return f"{_percent(loss)} loss{f' ({low:+.1f} to {high:+.1f})' if is_wide else ''} against AdamW32"
 
 
 def _percent(value: float) -> str:

@@ -112,8 +112,8 @@ class Climb:
 
 LADDER = (
     Climb(FIRST, RULES[:2]),
-    Climb(Rung("0.05m", 5, 2048), RULES[:2], tries=2),
-    Climb(Rung("0.2m", 5, 2048), RULES[:2], tries=1),
+    Climb(Rung("0.05m", 5, 2048), RULES[:2], tries=4),
+    Climb(Rung("0.2m", 5, 2048), RULES[:2], tries=2),
     Climb(FIRST, RULES[2:], tries=2),
     Climb(Rung("0.05m", 5, 2048), RULES[2:], tries=1),
     Climb(Rung("0.05m", 80, 2048), RULES, tries=1),

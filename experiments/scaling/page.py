@@ -124,7 +124,7 @@ def _held_out(data: Data, laws: Laws) -> list[str]:
         worth = worth_law(rest.points)
         refitted = Laws(
             worth, saved_law(rest.comparisons, worth).law, laws.no_momentum, 0, 0,
-            (min(each.parameters for each in rest.comparisons), laws.parameters[1]), 0.0, laws.table, laws.largest,
+            (1.0, laws.parameters[1]), 0.0, laws.table, laws.largest,
         )  # fmt: skip
         found = [_predicted(each, refitted) for each in tuned]
         inside = sum(low <= each.percent <= high for each, (_, low, high) in zip(tuned, found))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import ladder, methods
+from experiments import methods
 from experiments.commands import main
 from experiments.ladder import page, running
 from experiments.ladder.catalog import BETA2, DECAY, FIRST, LADDER, PLAIN, Climb, Recipe, Rung

@@ -367,8 +367,12 @@ def one_line(plan: Plan) -> str:
         text += f", {human_bytes(plan.host_bytes)} of it in host memory"
     if "expected_loss" in plan.settings:
         time = f", {plan.settings['time']:.2f}x step time" if plan.settings.get("time") is not None else ""
-        text += f", {_percent(plan.settings['expected_loss'])} loss{time} predicted"
+        text += f", {_percent(plan.settings['expected_loss'])} loss{time} expected"
     return text
+
+
+SEEN = 0.05
+"""Percent of the loss that one decimal shows."""
 
 
 def prediction(settings: Mapping[str, Any]) -> str:
@@ -380,10 +384,27 @@ def prediction(settings: Mapping[str, Any]) -> str:
     'no change of loss against AdamW32'
     """
     loss = settings["expected_loss"]
-    low, high = (settings.get(f"expected_{side}", loss) for side in ("low", "high"))
-    is_wide = high - low >= 0.05
-    return f"{_percent(loss)} loss{f' ({low:+.1f} to {high:+.1f})' if is_wide else ''} against AdamW32"
+    low, high = predicted_interval(settings) or (loss, loss)
+    interval = f" ({low:+.1f} to {high:+.1f})" if high - low >= SEEN else ""
+    return f"{_percent(loss)} loss{interval} against AdamW32"
+
+
+def short_prediction(loss: float, interval: tuple[float, float] | None) -> str:
+    """Return a predicted change of the loss for a table, with its interval if one decimal shows it.
+
+    >>> short_prediction(-0.214, (-0.6, 0.1)), short_prediction(0.0, (0.0, 0.01)), short_prediction(63.0, (-1.0, 133.0))
+    ('-0.21% (-0.6, +0.1)', '+0.00%', '+63.00% (-1, +133)')
+    """
+    low, high = interval or (loss, loss)
+    digits = 0 if max(-low, high) >= 10 else 1
+    return f"{loss:+.2f}%" + (f" ({low:+.{digits}f}, {high:+.{digits}f})" if high - low >= SEEN else "")
+
+
+def predicted_interval(settings: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the lowest and highest predicted change of the loss (90%); None without a prediction."""
+    low, high = (settings.get(f"expected_{side}") for side in ("low", "high"))
+    return None if low is None or high is None else (low, high)
 
 
 def _percent(value: float) -> str:
-    return f"{value:+.1f}%" if abs(value) >= 0.05 else "no change of"
+    return f"{value:+.1f}%" if abs(value) >= SEEN else "no change of"

@@ -207,8 +207,9 @@ class EffectsAtScale:
         if uses_law:
             smallest, largest = (human_count(round(each)) for each in laws.parameters)
             about = f"at {mine} parameters and {human_count(round(self.scale.tokens))} tokens"
-            if self.scale.parameters > laws.parameters[1]:
-                return f"{about}, extrapolated from {largest}"
+            if not laws.parameters[0] <= self.scale.parameters <= laws.parameters[1]:
+                nearest = largest if self.scale.parameters > laws.parameters[1] else smallest
+                return f"{about}, extrapolated from {nearest}"
             return f"{about}, from {laws.comparisons} runs of {smallest} to {largest}"
         largest = laws.largest[self.regime]
         about = f"from {runs} runs of up to {human_count(round(largest))} parameters"

@@ -20,10 +20,10 @@ for AdamW32 go on in factors of {factor:g} until the best one by validation loss
 or from the best of a rung with as many steps, and try up to two more values, on large rungs none. Weight decay is
 independent of the learning rate: 0.1 means 0.1 x 4e-3 of a weight per step, times the schedule.
 
-AdamW32 is tuned on {first}, one setting after another: learning rate, beta2 ({beta2}), decay ({decay}),
-learning-rate multipliers. The others have its betas, decay and multipliers, and their own learning rate; formats of one
-rule share it. *Plain* AdamW32 has beta2 0.999, decay 0.1 and no multipliers, at its own best learning rate. Changes
-are means over the seeds that both have."""
+AdamW32 is tuned on {first}, one setting after another: learning rate, beta2 ({beta2}), decay
+({decay}), learning-rate multipliers. The others have its betas, decay and multipliers, and their own learning rate;
+formats of one rule share it. *Plain* AdamW32 has beta2 0.999, decay 0.1 and no multipliers, at its own best learning
+rate. Changes are means over the seeds that both have."""
 RATIO = """\
 *Steps* is the number of steps to the loss of the tuned AdamW32, as a share of AdamW32's steps: from the losses of the
 tuned AdamW32 of that size and batch at several D/N, interpolated in log(loss) over log(steps). It needs two lengths."""
@@ -135,4 +135,4 @@ def _missing(ladder: Ladder, found: Found) -> list[str]:
         for rung, made in found.items()
         if not all(test_losses(ladder, rung, *each) for each in made.values())
     ]
-    return [f"Not trained yet, or only in part: {'; '.join(lacking)}."] if lacking else []
+    return [f"Not trained, or only in part: {'; '.join(lacking)}."] if lacking else []

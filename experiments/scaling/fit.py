@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from experiments.scaling.data import Comparison, Data, Lag, Point
 KNEES = tuple(10 ** (exponent / 10) for exponent in range(50, 82))
 """Of the law of saved steps, in parameters: below the smallest published model, so that the slope that is extrapolated
 is that of all published rows."""
+LEAST_POINTS = 4
+"""Of AdamW's curves, to fit the worth of steps."""
 RATIOS = (0.0, *(10 ** (exponent / 10) for exponent in range(-30, 31)))
 """Of the variance between studies to that within."""
 Floats = NDArray[np.float64]
@@ -116,13 +118,14 @@ def fitted(data: Data, table: Scale, largest: dict[str, float]) -> tuple[Laws, F
     """
     worth = _rounded(worth_law(data.points))
     fit = saved_law(data.comparisons, worth)
+    between = round(max(fit.law.between, held_out_error(data)), 4)
     tuned = [each for each in data.comparisons if each.is_tuned]
     sizes = [each.parameters for each in tuned]
     shortest = min([*(each.ratio for each in tuned), TOKENS_PER_PARAMETER])
     constant, slope = no_momentum(data.lags, worth)
     laws = Laws(
         worth,
-        _rounded(fit.law),
+        replace(_rounded(fit.law), between=between),
         (round(constant, 4), round(slope, 4)),
         comparisons=len(tuned),
         studies=len({each.study for each in tuned}),
@@ -132,6 +135,24 @@ def fitted(data: Data, table: Scale, largest: dict[str, float]) -> tuple[Laws, F
         largest=largest,
     )
     return laws, fit
+
+
+def held_out_error(data: Data) -> float:
+    """Return by how much a law misses studies that it was not fitted to: the root mean square of the logarithm.
+
+    Few studies say little about how far studies are apart, and likelihood may say that they are not.
+    """
+    errors = []
+    for study in dict.fromkeys(each.study for each in data.comparisons if each.is_tuned):
+        rest = without(data, study=study)
+        if len(rest.points) < LEAST_POINTS:
+            continue  # this study has the curves
+        worth = worth_law(rest.points)
+        law = saved_law(rest.comparisons, worth).law
+        held = [each for each in data.comparisons if each.study == study and each.percent < 0]
+        logs = [math.log(_saved(each, worth) / law.mean(each.parameters, each.tokens)) for each in held]
+        errors.append(sum(logs) / max(1, len(logs)))
+    return math.sqrt(sum(error**2 for error in errors) / len(errors)) if errors else 0.0
 
 
 def _law(found: Floats, covariance: Floats, knee: float, between: float, within: float) -> Law:

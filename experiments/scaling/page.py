@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from baoc.core.text import human_count
 from baoc.planners.scaling import Law, Laws, Scale
 from experiments.runs import markdown
 from experiments.scaling.data import Comparison, Data
-from experiments.scaling.fit import Fit, log_ratio, saved_law, without, worth_law
+from experiments.scaling.fit import LEAST_POINTS, Fit, log_ratio, saved_law, without, worth_law
 
 ABOUT = """\
 The effect table has short runs of small models. Published end-of-run losses say what is left of Muon's gain in long
@@ -20,7 +21,8 @@ AdamW that was tuned by the same protocol.
 
 - **Worth of steps**: e times the steps lower the loss by `{worth}` percent; {worth_error:.0%} scatter.
 - **Steps saved**: AdamW needs `exp(s)` times Muon's steps for Muon's loss, `s = {saved}`;
-  {within:.0%} scatter within a study, {between:.0%} between studies.
+  {within:.0%} scatter within a study, {between:.0%} between studies
+  (by how much the fit misses a study that is held out, if that is more than its likelihood says).
 - **Gain of Muon** on hidden matrices: `-s` times the worth of steps.
 - **Formats**: a difference between formats in the effect table is the same share of the steps at any scale, so it
   shrinks like the worth of steps. So does the tolerance below which two plans are a tie.
@@ -30,7 +32,8 @@ LIMITS = """\
   layers, or with a table of your own.
 - Beyond {largest} parameters, everything is extrapolated. Large studies agree that the gain shrinks; that it never
   changes its sign is an assumption of the formula.
-- Studies that did not tune AdamW and Muon alike found more: {untuned} the gain. They are not part of the fit.
+- Studies that did not tune AdamW and Muon alike found more ({untuned} the gain).
+  They are not part of the fit.
 - Rules without momentum: {lags} measurements, one of them published, at 0.5M tokens per step. Other batches may differ.
 - Formats of state were compared at small scale only. Published parity of 8-bit with 32-bit Muon up to 2.7B parameters
   (arXiv 2509.23106) is not part of the fit."""
@@ -91,7 +94,7 @@ def _scales(laws: Laws) -> list[str]:
         "Worth of e x steps (%)",
         "Formats: left",
     ]
-    return markdown.table(header, rows, numbers=True)
+    return [*markdown.table(header, rows, numbers=True), "", "Batches of 0.5M tokens; 90% intervals."]
 
 
 def _comparisons(data: Data, laws: Laws, fit: Fit) -> list[str]:
@@ -119,11 +122,12 @@ def _held_out(data: Data, laws: Laws) -> list[str]:
     for name, held in parts:
         rest = without(data, above=largest) if name.startswith("models above") else without(data, study=name)
         tuned = [each for each in held if each.is_tuned]
-        if not tuned or len(rest.points) < 4:
+        if not tuned or len(rest.points) < LEAST_POINTS:
             continue
         worth = worth_law(rest.points)
+        saved = replace(saved_law(rest.comparisons, worth).law, between=laws.saved.between)
         refitted = Laws(
-            worth, saved_law(rest.comparisons, worth).law, laws.no_momentum, 0, 0,
+            worth, saved, laws.no_momentum, 0, 0,
             (1.0, laws.parameters[1]), 0.0, laws.table, laws.largest,
         )  # fmt: skip
         found = [_predicted(each, refitted) for each in tuned]

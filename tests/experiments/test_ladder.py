@@ -110,4 +110,4 @@ def test_page_of_one_run(corpus: Options, tmp_path: Path, monkeypatch: pytest.Mo
         climbing = running.Ladder(running.opened(tmp_path / "out", stack), corpus, io.StringIO())
         assert math.isfinite(climbing.loss(short, PLAIN, 1.0))
     told = page.text(running.Ladder(running.opened(tmp_path / "out"), corpus), "a command")
-    assert "AdamW32, plain" in told and "Not trained yet" in told
+    assert "AdamW32, plain" in told and "Not trained" in told

@@ -187,7 +187,7 @@ def test_a_plan_of_measured_effects_says_what_it_predicts(run: Any):
     assert json.loads(longer)["settings"]["planned_tokens"] == 1_000_000 * json.loads(longer)["settings"]["tokens"]
     assert max(map(len, out.splitlines())) <= 80
     tuned = run("plan", "vit", "--memory", "10%", "--regime", "finetune", "--wide")[1]
-    assert "in fine-tuning" in tuned and "why" in tuned
+    assert "in fine-tuning" in tuned and "least predicted loss" in tuned
     short = json.loads(run("plan", "vit", "--tokens", "64", "--json")[1])
     assert short["settings"]["tokens"] == 64 and short["settings"]["time"] <= 2.0
 

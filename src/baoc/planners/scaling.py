@@ -1,7 +1,7 @@
 """How effects change with the size of a model and the length of its training.
 
 The runs of the effect table are short runs of small models, which flatter Muon. Two laws carry effects to the user's
-scale. Both are fitted by ``python -m experiments scaling`` to published end-of-run losses and to `docs/results/ladder`:
+scale. Both are fitted to published end-of-run losses and to a ladder of our own runs (`docs/results/scaling.md`):
 
 - ``worth``: percent of the loss that e times the steps are worth. Long runs of large models have flatter curves, so a
   difference of the loss in the table is a smaller one there: it is the same share of the steps.
@@ -109,10 +109,17 @@ class Laws:
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> Laws:
         """Read what a file has."""
-        laws = {name: Law(**content[name]) for name in ("worth", "saved")}
-        rest = {name: tuple(content[name]) for name in ("no_momentum", "parameters")}
-        known = {name: content[name] for name in ("comparisons", "studies", "shortest", "largest")}
-        return cls(**laws, **rest, **known, table=Scale(**content["table"]))
+        return cls(
+            worth=Law(**content["worth"]),
+            saved=Law(**content["saved"]),
+            no_momentum=(content["no_momentum"][0], content["no_momentum"][1]),
+            comparisons=content["comparisons"],
+            studies=content["studies"],
+            parameters=(content["parameters"][0], content["parameters"][1]),
+            shortest=content["shortest"],
+            table=Scale(**content["table"]),
+            largest=content["largest"],
+        )
 
     @classmethod
     @functools.cache
@@ -211,9 +218,9 @@ class EffectsAtScale:
                 nearest = largest if self.scale.parameters > laws.parameters[1] else smallest
                 return f"{about}, extrapolated from {nearest}"
             return f"{about}, from {laws.comparisons} runs of {smallest} to {largest}"
-        largest = laws.largest[self.regime]
-        about = f"from {runs} runs of up to {human_count(round(largest))} parameters"
-        return about if self.scale.parameters < FAR * largest else f"{about}; no evidence at {mine}"
+        limit = laws.largest[self.regime]
+        about = f"from {runs} runs of up to {human_count(round(limit))} parameters"
+        return about if self.scale.parameters < FAR * limit else f"{about}; no evidence at {mine}"
 
 
 def has_momentum(configuration: Configuration) -> bool:

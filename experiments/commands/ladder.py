@@ -35,7 +35,11 @@ def register(commands: common.Commands) -> None:
     parser = common.add_parser(commands, "ladder", SUMMARY, DESCRIPTION, EXAMPLES)
     parser.add_argument("--data", metavar="DIR", help="has enwik8/ with enwik8 or enwik8.gz (default: $BAOC_DATA)")
     parser.add_argument(
-        "--rungs", metavar="N", type=common.whole, default=len(LADDER), help="only the first N (default: %(default)s)"
+        "--rungs",
+        metavar="N",
+        type=common.whole,
+        default=len(LADDER),
+        help="only the first N climbs (default: %(default)s)",
     )
     parser.add_argument(
         "--output", metavar="DIR", type=Path, default=Path("results") / "ladder", help="(default: %(default)s)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.ladder.catalog import RECIPES, Recipe, Rung
+from experiments.ladder.catalog import RECIPES, Climb, Recipe, Rung
 from experiments.ladder.running import run
 
-__all__ = ["RECIPES", "Recipe", "Rung", "run"]
+__all__ = ["RECIPES", "Climb", "Recipe", "Rung", "run"]

@@ -8,7 +8,6 @@ from baoc.planners import lr_multipliers
 from experiments.runs import Cell
 from experiments.workloads.enwik8 import LENGTH, WIDTHS, hidden_parameters
 
-SEEDS = 2
 BETA2 = (0.95, 0.98, 0.999)
 DECAY = (0.0, 0.1, 0.5)
 """Weight decay times the learning rate is this times the workload's learning rate, whatever the learning rate is."""
@@ -92,21 +91,50 @@ SAME_LR = {"adamw[m=int8,v=factored]": "AdamW32", "muon[m=int4]": "muon-8"}
 """Recipes that differ from another one in formats only use its best learning rate instead of a search of their own."""
 FIRST = Rung("0.05m", 20, 2048)
 """Where AdamW32 is tuned."""
+MOST = 7
+"""Learning rates that a search tries at most."""
+MOST_SEEDS = 2
+FORMATS = ("muon[m=int4]", "adamw[m=int8,v=factored]")
+RULES = ("AdamW32", "muon-8", "spectral")
+
+
+@dataclass(frozen=True)
+class Climb:
+    """Recipes on a rung, and how hard they are tuned there."""
+
+    rung: Rung
+    recipes: tuple[str, ...]
+    tries: int = 3
+    """Learning rates; the first one is the best of a rung with as many steps."""
+    seeds: int = 1
+    """Runs with the best learning rate."""
+
+
 LADDER = (
-    FIRST,
-    Rung("0.2m", 5, 2048),
-    Rung("0.05m", 80, 2048),
-    Rung("0.05m", 5, 2048),
-    Rung("0.2m", 20, 2048),
-    Rung("0.8m", 5, 2048),
-    Rung("0.2m", 20, 8192),
-    Rung("0.05m", 320, 2048),
-    Rung("0.8m", 20, 2048),
-    Rung("0.2m", 80, 2048),
-    Rung("0.8m", 20, 8192),
-    Rung("3m", 5, 8192),
-    Rung("3m", 20, 8192),
-    Rung("0.8m", 80, 8192),
+    Climb(FIRST, RULES[:2]),
+    Climb(Rung("0.05m", 5, 2048), RULES[:2], tries=4),
+    Climb(Rung("0.2m", 5, 2048), RULES[:2], tries=2),
+    Climb(FIRST, RULES[2:], tries=2),
+    Climb(Rung("0.05m", 5, 2048), RULES[2:], tries=1),
+    Climb(Rung("0.05m", 80, 2048), RULES, tries=1),
+    Climb(Rung("0.2m", 5, 2048), RULES[2:], tries=1),
+    Climb(FIRST, FORMATS),
+    Climb(Rung("0.05m", 5, 2048), FORMATS),
+    Climb(Rung("0.2m", 20, 2048), RULES[:2], tries=1),
+    Climb(Rung("0.8m", 5, 2048), RULES[:2], tries=1),
+    Climb(Rung("0.05m", 80, 2048), FORMATS),
+    Climb(Rung("0.2m", 5, 2048), FORMATS),
+    Climb(Rung("0.2m", 80, 2048), RULES[:2], tries=1),
+    Climb(Rung("0.2m", 20, 2048), (*RULES[2:], *FORMATS), tries=1),
+    Climb(Rung("0.8m", 5, 2048), RULES[2:], tries=1),
+    Climb(Rung("0.8m", 20, 2048), RULES[:2], tries=1),
+    Climb(Rung("0.05m", 320, 2048), RULES, tries=2),
+    Climb(Rung("0.2m", 20, 8192), RULES, tries=2),
+    Climb(Rung("0.2m", 80, 2048), RULES[2:], tries=1),
+    Climb(Rung("0.8m", 20, 8192), RULES, tries=2),
+    Climb(Rung("3m", 5, 8192), RULES, tries=2),
+    Climb(Rung("3m", 20, 8192), RULES, tries=1),
+    Climb(Rung("0.8m", 80, 8192), RULES, tries=1),
 )
 """The most telling first."""
 

@@ -16,9 +16,11 @@ from experiments.ladder.catalog import (
     EVAL_TOKENS,
     FIRST,
     LADDER,
+    MOST,
     PLAIN,
     RECIPES,
     SAME_LR,
+    Climb,
     Recipe,
     Rung,
     with_settings,
@@ -31,8 +33,8 @@ NAME, BASELINE, UNTUNED = "ladder", "AdamW32", "AdamW32, plain"
 START = 1.0
 """The learning rate that is tried first on the first rung, as a factor on the workload's."""
 FACTOR = 2.0
-MOST = 6
-"""How far a search goes."""
+Found = dict[Rung, dict[str, tuple[Recipe, float]]]
+"""Recipes and their best learning rates, by rung and name."""
 
 
 @dataclass
@@ -61,10 +63,10 @@ class Ladder:
             run_all([Job(cell, options)], store, 1, self.stream, rung.label)
         return store.find(cell)
 
-    def best_lr(self, rung: Rung, recipe: Recipe, start: float) -> float:
-        """Return the best learning rate of a grid that is extended until the best one is inside it."""
+    def best_lr(self, rung: Rung, recipe: Recipe, start: float, tries: int = MOST) -> float:
+        """Return the best learning rate of a grid that is extended until the best one is inside it, or tries are up."""
         tried = {start: self.loss(rung, recipe, start)}
-        for _ in range(MOST):
+        for _ in range(tries - 1):
             best = min(tried, key=lambda factor: (tried[factor], factor))
             beside = [factor for factor in (best * FACTOR, best / FACTOR) if factor not in tried]
             if not beside or math.isinf(tried[best]):
@@ -90,48 +92,50 @@ class Ladder:
 
 def opened(output: Path, stack: ExitStack | None = None) -> dict[str, Store]:
     """Return the stores of all batches; with a stack, open for writing."""
-    stores = {rung.folder: Store(output / rung.folder) for rung in LADDER}
+    stores = {climb.rung.folder: Store(output / climb.rung.folder) for climb in LADDER}
     if stack is None:
         return stores
     return {name: stack.enter_context(store.writing(NAME)) for name, store in stores.items()}
 
 
-def run(output: Path, options: Options, rungs: Sequence[Rung] = LADDER, stream: TextIO | None = None) -> None:
-    """Train what is missing, rung by rung.
+def run(output: Path, options: Options, ladder: Sequence[Climb] = LADDER, stream: TextIO | None = None) -> None:
+    """Train what is missing, in the order of a ladder.
 
     Args:
         output: a folder for the runs.
         options: where the corpus is.
-        rungs: of the ladder.
+        ladder: or only its first climbs.
         stream: where progress goes.
     """
     with ExitStack() as stack:
-        ladder = Ladder(opened(output, stack), options, stream or sys.stderr)
-        climb(ladder, rungs)
+        climbed(Ladder(opened(output, stack), options, stream or sys.stderr), ladder)
 
 
-def climb(ladder: Ladder, rungs: Sequence[Rung]) -> dict[Rung, dict[str, tuple[Recipe, float]]]:
-    """Return every recipe with its best learning rate, rung by rung.
+def climbed(ladder: Ladder, climbs: Sequence[Climb]) -> Found:
+    """Return the recipes of some climbs with their best learning rates, after training what is missing.
 
-    Searches start from the best learning rate of the first rung. On each rung, AdamW32 comes first with and without the
-    settings that were tuned, then the others with these settings.
+    A search starts from the best learning rate of the last rung with as many steps, or else of the first rung. There,
+    AdamW32 also runs without the settings that were tuned.
     """
     best, lr = ladder.tuned()
-    starts = {BASELINE: lr}
-    found: dict[Rung, dict[str, tuple[Recipe, float]]] = {}
-    for rung in rungs:
-        here = found.setdefault(rung, {})
-        here[BASELINE] = best, ladder.best_lr(rung, best, starts[BASELINE])
-        here[UNTUNED] = PLAIN, ladder.best_lr(rung, PLAIN, starts.get(UNTUNED, lr))
-        for name, recipe in RECIPES.items():
-            if name == BASELINE:
-                continue
-            made = with_settings(recipe, best, multipliers=best.multipliers)
+    found: Found = {FIRST: {BASELINE: (best, lr), UNTUNED: (PLAIN, ladder.best_lr(FIRST, PLAIN, START))}}
+    for climb in climbs:
+        rung, here = climb.rung, found.setdefault(climb.rung, {})
+        for name in climb.recipes:
+            recipe = with_settings(RECIPES[name], best, multipliers=best.multipliers)
             if name in SAME_LR:
                 factor = here[SAME_LR[name]][1]
-                ladder.row(rung, made, factor)
             else:
-                factor = ladder.best_lr(rung, made, starts.get(name, lr))
-            here[name] = made, factor
-        starts |= {name: factor for name, (_, factor) in here.items() if rung == FIRST}
+                factor = ladder.best_lr(rung, recipe, _start(found, rung, name, lr), climb.tries)
+            for seed in range(climb.seeds):
+                ladder.row(rung, recipe, factor, seed)
+            here[name] = recipe, factor
     return found
+
+
+def _start(found: Found, rung: Rung, name: str, default: float) -> float:
+    """Return the learning rate that a search begins with."""
+    known = [(other, made[name][1]) for other, made in found.items() if name in made and other is not rung]
+    alike = [factor for other, factor in known if other.steps == rung.steps]
+    first = [factor for other, factor in known if other == FIRST]
+    return (alike or first or [default])[-1]

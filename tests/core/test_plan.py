@@ -66,9 +66,18 @@ NOT_PLANS = {
     "one parameter twice": (of_blocks(GOOD, {**GOOD, "name": "b"}), "parameter 'w' is in two blocks"),
     **{
         f"{name} as text": ({**of_blocks(), "settings": {name: "x"}}, f"'{name}' must be a number")
-        for name in ("expected_loss", "expected_spread", "expected_from_runs", "given_up", "time", "tokens")
+        for name in (
+            "expected_loss",
+            "expected_low",
+            "expected_high",
+            "expected_from_runs",
+            "given_up",
+            "time",
+            "tokens",
+        )
     },
     "a number for a regime": ({**of_blocks(), "settings": {"regime": 1}}, "'regime' must be text"),
+    "a number for a source": ({**of_blocks(), "settings": {"expected_source": 1}}, "'expected_source' must be text"),
     **{
         f"{number} in {place}": (text.replace('"?"', number), "out of range. Numbers must be finite")
         for number in ("NaN", "Infinity", "-Infinity", "1e999", "9" * 19, "9" * 5000)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import ladder, methods
+from experiments import methods
 from experiments.commands import main
 from experiments.ladder import page, running
-from experiments.ladder.catalog import BETA2, DECAY, FIRST, LADDER, PLAIN, Recipe, Rung
+from experiments.ladder.catalog import BETA2, DECAY, FIRST, LADDER, PLAIN, Climb, Recipe, Rung
 from experiments.workloads import Options, WorkloadError, enwik8, get
 
 
@@ -85,20 +85,29 @@ def test_tuning_finds_the_best_settings_inside_the_grid() -> None:
     assert {r.beta2 for r, _ in known.tried} == set(BETA2) and {r.decay for r, _ in known.tried} == set(DECAY)
 
 
-def test_every_recipe_is_on_every_rung() -> None:
-    found = running.climb(Known(), LADDER)
-    assert set(found) == set(LADDER)
-    assert all(set(made) == {*ladder.RECIPES, running.UNTUNED} for made in found.values())
+def test_every_climb_finds_its_recipes_and_starts_from_a_rung_with_as_many_steps() -> None:
+    found = running.climbed(Known(), LADDER)
+    for climb in LADDER:
+        assert set(climb.recipes) <= set(found[climb.rung])
+        assert all(factor == 8.0 for _, factor in found[climb.rung].values())
+
+
+def test_a_search_tries_no_more_than_it_may() -> None:
+    for tries in (1, 2, 3, 7):
+        known = Known()
+        known.best_lr(FIRST, PLAIN, 1.0, tries)
+        assert len({factor for _, factor in known.tried}) <= tries
 
 
 def test_page_of_one_run(corpus: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = Rung("0.05m", 2 * 256 / FIRST.parameters, 256)
-    monkeypatch.setattr(running, "LADDER", (short,))
+    climbs = (Climb(short, ("AdamW32", "muon-8")),)
+    monkeypatch.setattr(running, "LADDER", climbs)
     monkeypatch.setattr(page, "FIRST", short)
     monkeypatch.setattr(running, "FIRST", short)
-    monkeypatch.setattr(page, "LADDER", (short,))
+    monkeypatch.setattr(page, "LADDER", climbs)
     with running.ExitStack() as stack:
         climbing = running.Ladder(running.opened(tmp_path / "out", stack), corpus, io.StringIO())
         assert math.isfinite(climbing.loss(short, PLAIN, 1.0))
     told = page.text(running.Ladder(running.opened(tmp_path / "out"), corpus), "a command")
-    assert "AdamW32, plain" in told and "Not trained yet" in told
+    assert "AdamW32, plain" in told and "Not trained" in told

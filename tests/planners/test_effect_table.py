@@ -31,7 +31,7 @@ def test_a_table_survives_its_file(tmp_path):
     plans = [
         make_plan(model, 0.3, planner=EffectPlanner(table=table)) for table in (None, str(tmp_path / "table.json"))
     ]
-    assert plans[0] == plans[1]
+    assert plans[0].blocks == plans[1].blocks
 
 
 @pytest.mark.parametrize(

@@ -182,10 +182,12 @@ def test_dry_run_plans_from_shapes_alone(source: str, run: Any):
 
 def test_a_plan_of_measured_effects_says_what_it_predicts(run: Any):
     code, out, _ = run("plan", "vit", "--tolerance", "1")
-    assert code == 0 and "loss against AdamW32, from scratch" in out
+    assert code == 0 and "against AdamW32, from scratch" in out and "parameters and" in out
+    longer = run("plan", "vit", "--tolerance", "1", "--planned-steps", "1000000", "--json")[1]
+    assert json.loads(longer)["settings"]["planned_tokens"] == 1_000_000 * json.loads(longer)["settings"]["tokens"]
     assert max(map(len, out.splitlines())) <= 80
     tuned = run("plan", "vit", "--memory", "10%", "--regime", "finetune", "--wide")[1]
-    assert "in fine-tuning" in tuned and "why" in tuned
+    assert "in fine-tuning" in tuned and "least predicted loss" in tuned
     short = json.loads(run("plan", "vit", "--tokens", "64", "--json")[1])
     assert short["settings"]["tokens"] == 64 and short["settings"]["time"] <= 2.0
 
@@ -258,6 +260,7 @@ def test_explain_says_what_was_proven_and_what_was_given_up(memory: str, saved: 
     out = " ".join(run("explain", "effects.json")[1].split())
     bound = f"proven: no plan within the budgets is predicted to be better than {plan.settings['bound']:+.2f}%"
     assert f"loss: {plan.settings['objective']:+.2f}%" in out and bound in out
+    assert plan.settings["expected_source"] in out
     assert ("given up for a simpler plan; proven" in out) == (plan.settings["given_up"] >= 0.005)
     assert ("used, no limit" in out) == (memory == "auto") and "for a training step" in out
     assert json.loads(run("explain", "effects.json", "--json")[1])["settings"] == dict(plan.settings)
@@ -423,6 +426,7 @@ def test_calibrate_and_plan_by_it(saved: Path, run: Any):
     code, out, err = run("calibrate", "w.py:make", "--steps", "4", "--repeats", "1", *tried, "-o", "mine.json")
     assert code == 0 and "muon-8" in out and "saved the effect table" in out
     assert "run 1/" in err and "building" in err and "building" not in out
+    assert "tokens per hidden parameter" in out and max(map(len, out.splitlines())) <= 80
     plan = Plan.from_json(run("plan", "w.stats", "--table", "mine.json", "--memory", "200%", "--json")[1])
     assert "expected_loss" in plan.settings
 

@@ -316,6 +316,29 @@ def test_the_plan_takes_the_place_of_the_comparison(capsys: pytest.CaptureFixtur
     assert "tensors" in whole and "adamw-16  " not in whole and "step time: about" in whole
 
 
+@pytest.mark.parametrize(
+    ("options", "regime"),
+    [
+        (("vit",), "scratch"),
+        (("qwen3-0.6b",), "finetune"),
+        (("qwen3-0.6b", "--from-scratch"), "scratch"),
+        (("vit", "--regime", "finetune"), "finetune"),
+    ],
+)
+def test_models_that_people_fine_tune_are_planned_for_that(
+    options: tuple[str, ...], regime: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    _, text = ask(capsys, *options, "--activations", "1GiB", "--steps", "1000", "--json")
+    found = json.loads(text)
+    assert found["plan"]["settings"]["regime"] == regime
+    assert found["plan"]["settings"]["planned_tokens"] == 1000 * found["plan"]["settings"]["tokens"]
+    for choice in found["choices"]:
+        if choice["expected_loss"] is not None:
+            low, high = choice["expected_interval"]
+            assert low <= choice["expected_loss"] <= high
+
+
 def test_the_bar_is_as_long_as_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = ask(capsys, *SMALL, "--gpu", "200MB", "--reserve", "0B")
     [bar] = [line for line in text.splitlines() if line.startswith("[")]

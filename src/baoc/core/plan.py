@@ -503,11 +503,12 @@ class Plan:
 
 def _check_printed(settings: Mapping[str, Any]) -> None:
     """Check the types of the settings that are printed with a plan."""
-    for name in ("expected_loss", "expected_spread", "expected_from_runs", "given_up", "time", "tokens"):
+    for name in ("expected_loss", "expected_low", "expected_high", "expected_from_runs", "given_up", "time", "tokens"):
         if type(settings.get(name, 0)) not in (int, float):
             raise PlanError(f"the plan file is damaged: {name!r} must be a number, got {settings[name]!r}.")
-    if not isinstance(settings.get("regime", ""), str):
-        raise PlanError(f"the plan file is damaged: 'regime' must be text, got {settings['regime']!r}.")
+    for name in ("regime", "expected_source"):
+        if not isinstance(settings.get(name, ""), str):
+            raise PlanError(f"the plan file is damaged: {name!r} must be text, got {settings[name]!r}.")
 
 
 def _some(names: Iterable[str], shown: int = 3) -> str:

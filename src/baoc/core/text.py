@@ -332,16 +332,11 @@ def _summary(plan: Plan) -> list[str]:
         lines.append(f"step time: about {time:.2f}x AdamW16's at {tokens} tokens per step (estimate)")
     if "expected_loss" in plan.settings:
         regime = REGIME_TEXTS.get(plan.settings.get("regime", ""), "")
-        runs = plan.settings.get("expected_from_runs", 0)
-        loss = _percent(plan.settings["expected_loss"])
-        lines.append(f"predicted: {loss} loss against AdamW32, {regime}, from {runs} runs")
-        notes = []
-        if (spread := plan.settings.get("expected_spread", 0.0)) >= 0.05:
-            notes.append(f"± {spread:.1f} points between workloads")
+        lines.append(f"predicted: {prediction(plan.settings)}, {regime}")
+        notes = [source] if (source := plan.settings.get("expected_source", "")) else []
         if (given_up := plan.settings.get("given_up", 0.0)) >= 0.005:
             notes.append(f"{given_up:.2f}% given up for a simpler plan")
-        if notes:
-            lines.append(f"           {'; '.join(notes)}")
+        lines += [f"           {printable(note)}" for note in notes]
     return lines
 
 
@@ -377,5 +372,40 @@ def one_line(plan: Plan) -> str:
     return text
 
 
+SEEN = 0.05
+"""Percent of the loss that one decimal shows."""
+
+
+def prediction(settings: Mapping[str, Any]) -> str:
+    """Return the predicted change of the loss with its interval.
+
+    >>> prediction({"expected_loss": -0.21, "expected_low": -0.62, "expected_high": 0.08})
+    '-0.2% loss (-0.6 to +0.1) against AdamW32'
+    >>> prediction({"expected_loss": 0.004})
+    'no change of loss against AdamW32'
+    """
+    loss = settings["expected_loss"]
+    low, high = predicted_interval(settings) or (loss, loss)
+    interval = f" ({low:+.1f} to {high:+.1f})" if high - low >= SEEN else ""
+    return f"{_percent(loss)} loss{interval} against AdamW32"
+
+
+def short_prediction(loss: float, interval: tuple[float, float] | None) -> str:
+    """Return a predicted change of the loss for a table, with its interval if one decimal shows it.
+
+    >>> short_prediction(-0.214, (-0.6, 0.1)), short_prediction(0.0, (0.0, 0.01)), short_prediction(63.0, (-1.0, 133.0))
+    ('-0.21% (-0.6, +0.1)', '+0.00%', '+63.00% (-1, +133)')
+    """
+    low, high = interval or (loss, loss)
+    digits = 0 if max(-low, high) >= 10 else 1
+    return f"{loss:+.2f}%" + (f" ({low:+.{digits}f}, {high:+.{digits}f})" if high - low >= SEEN else "")
+
+
+def predicted_interval(settings: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the lowest and highest predicted change of the loss (90%); None without a prediction."""
+    low, high = (settings.get(f"expected_{side}") for side in ("low", "high"))
+    return None if low is None or high is None else (low, high)
+
+
 def _percent(value: float) -> str:
-    return f"{value:+.1f}%" if abs(value) >= 0.05 else "no change of"
+    return f"{value:+.1f}%" if abs(value) >= SEEN else "no change of"

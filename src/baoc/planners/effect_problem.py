@@ -24,6 +24,7 @@ from baoc.planners.base import (
 )
 from baoc.planners.effect_table import TERM, UNKNOWN, Effect, EffectTable, elements
 from baoc.planners.model_facts import GENERAL, ModelFacts
+from baoc.planners.scaling import EffectsAtScale, Scale
 from baoc.planners.simplify import Group, Run, Target, simplest
 from baoc.solve import (
     ClassProblem,
@@ -67,6 +68,10 @@ class EffectProblem:
         self.tokens = planner.tokens or model.tokens or TOKENS
         self._roles = {name: model.planned_role(name) for name in model.shapes}
         self.candidates = self._candidates()
+        scale = Scale.of(model.hidden_numel, self.tokens, planner.steps)
+        self.effects = EffectsAtScale(self.table, self.regime, scale, is_own=planner.table is not None)
+        self.tolerance = planner.tolerance * self.effects.carried
+        """A tie, in percent of the loss: the same share of the steps at any scale."""
         self.reference_bytes = model.reference_bytes(per_rank=per_rank)
         self._per_rank = per_rank
         self._rows = model.rows if per_rank else {}
@@ -165,11 +170,11 @@ class EffectProblem:
     @property
     def _within(self) -> float:
         """How close to the optimum of the class problem a solution must be proven to be, in percent of the loss."""
-        return self.planner.tolerance / 4
+        return self.tolerance / 4
 
     def _is_spare(self, loss: float) -> bool:
         """Return whether more memory would not improve a loss by more than the tolerance."""
-        most = loss - self.planner.tolerance
+        most = loss - self.tolerance
         if not self._bounds.bound < most <= self._bounds.objective:
             return most <= self._bounds.bound  # saves the search
         return most <= self._least_loss
@@ -185,7 +190,7 @@ class EffectProblem:
         return float(solve_classes(self._problem, within=self._within).objective)
 
     def _plan(self, solution: ClassSolution, nbytes: int | None) -> Plan:
-        tolerance = self.planner.tolerance
+        tolerance = self.tolerance
         target = Target(
             least=float(solution.objective),
             tolerance=tolerance,
@@ -205,6 +210,7 @@ class EffectProblem:
             "planner": "effects",
             "regime": self.regime,
             "tokens": self.tokens,
+            "planned_tokens": round(self.effects.scale.tokens),
             "operations_per_byte": self.model.operations_per_byte,
             "memory_budget": nbytes,
             "time_budget": self.planner.time if math.isfinite(self.planner.time) else None,
@@ -271,25 +277,35 @@ class EffectProblem:
         if totals[choice] <= totals[best]:
             return f"least predicted loss ({REGIME_TEXTS[self.regime]})"
         less = f"{totals[choice] - totals[best]:.2f}%"
-        if totals[choice] - totals[best] <= self.planner.tolerance:
-            return f"as good as {self.candidates[best].alias} within {self.planner.tolerance:g}%, in fewer bytes"
+        if totals[choice] - totals[best] <= self.tolerance:
+            return f"as good as {self.candidates[best].alias} within {self.tolerance:.2g}%, in fewer bytes"
         memory = [sum(self._bytes(name, c) for name in self._members[index]) for c in (best, choice)]
         price = f"{human_bytes(memory[0] - memory[1])} more" if memory[0] > memory[1] else "more time"
         return f"{self.candidates[best].alias} is predicted to end {less} lower but needs {price}"
 
     def _prediction(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        """What the table predicts of the plan, how far workloads were apart, and from how many runs."""
+        """What is predicted of the plan, in which interval, and where that comes from."""
         numel: dict[tuple[Role, Configuration], int] = {}
         for block in blocks:
             for name, shape in block.parameters.items():
                 key = self._roles[name], block.configuration
                 numel[key] = numel.get(key, 0) + math.prod(shape)
-        found = {key: effect for key in numel if (effect := self.table.effect(self.regime, *key)) is not None}
-        spread = sum(numel[key] / max(1, self._elements[key[0]]) * effect.spread for key, effect in found.items())
+        expected = sum(sum(block.risk.values()) for block in blocks)
+        low = high = expected
+        runs = 0
+        for (role, configuration), count in numel.items():
+            if (effect := self.effects.effect(role, configuration)) is not None:
+                share = count / max(1, self._elements[role])
+                low += share * (effect.low - effect.loss)
+                high += share * (effect.high - effect.loss)
+                runs += effect.runs
+        uses_law = any(self.effects.uses_law(*key) for key in numel)
         return {
-            "expected_loss": round(sum(sum(block.risk.values()) for block in blocks), 4),
-            "expected_spread": round(spread, 4),
-            "expected_from_runs": sum(effect.runs for effect in found.values()),
+            "expected_loss": round(expected, 4),
+            "expected_low": round(low, 4),
+            "expected_high": round(high, 4),
+            "expected_from_runs": runs,
+            "expected_source": self.effects.source(runs, uses_law=uses_law),
         }
 
     # ---- groups and classes ----
@@ -391,7 +407,7 @@ class EffectProblem:
     @functools.cached_property
     def _without_effect(self) -> dict[Role, patterns.Row]:
         def row(role: Role) -> list[bool]:
-            return [self.table.effect(self.regime, role, each) is None for each in self.candidates]
+            return [self.effects.effect(role, each) is None for each in self.candidates]
 
         return {role: np.array(row(role), dtype=bool) for role in set(self._roles.values())}
 
@@ -416,7 +432,7 @@ class EffectProblem:
         """Loss and standard error of all candidates by role, in percent of the loss."""
 
         def effects(role: Role) -> tuple[list[float], list[float]]:
-            found = [self.table.effect(self.regime, role, each) or Effect(UNKNOWN, UNKNOWN) for each in self.candidates]
+            found = [self.effects.effect(role, each) or Effect(UNKNOWN, UNKNOWN) for each in self.candidates]
             return [effect.loss for effect in found], [effect.error for effect in found]
 
         return {role: effects(role) for role in set(self._roles.values())}

@@ -34,6 +34,8 @@ TERM = "loss"
 UNKNOWN = 50.0
 """Percent of the loss that configurations without a measurement are charged, so that they are a last resort."""
 
+DEVIATIONS = 1.645
+"""Standard deviations on either side of a mean that hold 90%."""
 VECTORS = "adamw-32"
 """The configuration of vectors: their state is small, so they keep it as long as a budget allows."""
 OF_VECTORS = ("adamw[m=bf16a,v=bf16a]", "adamw[m=fp8,v=fp8]")
@@ -54,6 +56,18 @@ class Effect:
     error: float = 0.0  # standard error over workloads and seeds
     runs: int = 0  # that were measured
     workloads: int = 0
+    interval: tuple[float, float] | None = None
+    """Lowest and highest value (90%), where the error is not the same on both sides."""
+
+    @property
+    def low(self) -> float:
+        """The lowest value to expect of another workload (90%)."""
+        return self.loss - DEVIATIONS * max(self.error, self.spread) if self.interval is None else self.interval[0]
+
+    @property
+    def high(self) -> float:
+        """The highest value to expect of another workload (90%)."""
+        return self.loss + DEVIATIONS * max(self.error, self.spread) if self.interval is None else self.interval[1]
 
     @property
     def spread(self) -> float:
@@ -170,6 +184,8 @@ class EffectTable:
 
 def _read_effect(fields: Mapping[str, Any]) -> Effect:
     effect = Effect(**fields)
+    if effect.interval is not None:
+        raise ValueError("an interval is not read from files")
     for name in ("loss", "error"):
         value = getattr(effect, name)
         if type(value) not in (int, float) or not math.isfinite(value) or (name == "error" and value < 0):

@@ -50,8 +50,11 @@ class EffectPlanner:
             model.
         table: a file with effects that ``baoc calibrate`` wrote; by default the table that ships.
         tolerance: percent of the loss below which two plans are a tie. The default is the standard error of
-            ``adamw-8`` against ``adamw-32``, which differ by less than any run can tell.
+            ``adamw-8`` against ``adamw-32``, which differ by less than any run can tell. From scratch it shrinks with
+            size and length as the effects of formats do.
         tokens: that a step trains on; by default they are counted in the forward passes before the first step.
+        steps: of the whole training, which with ``tokens`` say how long it is; by default it trains on 20 tokens per
+            parameter. Effects shrink with size and length, see `docs/results/scaling.md`.
         candidates: configurations to choose from; by default those of the table.
         forbid: configurations that must not be used: "sgd*", or by a pattern on parameters, {"head.*": "muon*"}.
         prefer: configurations to prefer, likewise.
@@ -78,6 +81,7 @@ class EffectPlanner:
     table: str | None = None
     tolerance: float = 0.2
     tokens: int | None = None
+    steps: int | None = None
     candidates: Sequence[Configuration | str] | None = None
     forbid: Patterns = ()
     prefer: Patterns = ()
@@ -96,7 +100,7 @@ class EffectPlanner:
             value = getattr(self, name)
             if not is_number(value) or value < 0:
                 raise ValueError(f"{name} must be a non-negative number (percent of the loss), got {value!r}.")
-        for name in ("tokens", "replan_every"):
+        for name in ("tokens", "steps", "replan_every"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1)
         for name in ("forbid", "prefer"):

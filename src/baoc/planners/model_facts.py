@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from baoc.core.codecs.quantized import fits
 from baoc.core.configuration import BUDGET_REFERENCE
 from baoc.core.fused import splits_of
-from baoc.core.roles import Role, canonical_name, has_letters, role_of, roles_by_place, roles_of
+from baoc.core.roles import HIDDEN, Role, canonical_name, has_letters, role_of, roles_by_place, roles_of
 from baoc.core.sharding import first_rows
 from baoc.core.spec import LOW_PRECISION, SMALL_NUMEL, Hyper, Shape, real_shape
 from baoc.core.splits import Split
@@ -170,6 +170,11 @@ class ModelFacts:
         role, shape = self.role(name), self.shapes[name]
         is_exact = math.prod(shape) < SMALL_NUMEL and not fits(shape)
         return Role.VECTOR if role in (Role.EMBEDDING, Role.HEAD) and is_exact else role
+
+    @property
+    def hidden_numel(self) -> int:
+        """Elements of hidden weights: those of the model without embeddings, heads and vectors."""
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if self.planned_role(name) in HIDDEN)
 
     def reference_bytes(self, *, per_rank: bool = False) -> int:
         """Return the state that AdamW16 would hold, on all ranks or on the one that holds most.

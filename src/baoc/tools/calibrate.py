@@ -18,7 +18,8 @@ from baoc.core.spec import DEFAULT_BETAS, Shape
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.planners import lr_multipliers
 from baoc.planners.effect_table import Difference, EffectTable, table_of
-from baoc.planners.model_facts import ModelFacts
+from baoc.planners.model_facts import SCRATCH, ModelFacts
+from baoc.planners.scaling import TOKENS_PER_PARAMETER, Laws, Scale
 
 OTHERS = ("adamw-8", "adamw[m=int8,v=factored]", "adamw[m=int4,v=factored]", "colnorm")
 OF_HIDDEN = ("muon-8", "muon-4", "spectral", *OTHERS)
@@ -164,6 +165,35 @@ def _train(
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return statistics.fmean(losses[-max(1, round(_COUNTED * len(losses))) :])
+
+
+def reach(facts: ModelFacts, regime: str, steps: int, tokens: int) -> str:
+    """Return how far the effects of short runs carry.
+
+    Args:
+        facts: The model.
+        regime: The kind of training.
+        steps: Steps of each run.
+        tokens: Tokens of a step.
+
+    Example:
+        >>> facts = ModelFacts({"weight": (1000, 1000)}, {"weight": Role.MATRIX})
+        >>> print(reach(facts, "finetune", 100, 1000))
+        The runs had 0.1 tokens per hidden parameter.
+        How far that carries to longer runs is not known: check the plan on one.
+    """
+    run = Scale.of(facts.hidden_numel, tokens, steps)
+    lines = [f"The runs had {run.tokens / run.parameters:.2g} tokens per hidden parameter."]
+    if regime != SCRATCH:
+        return "\n".join([*lines, "How far that carries to longer runs is not known: check the plan on one."])
+    laws, whole = Laws.load(), Scale.of(facts.hidden_numel, tokens)
+    mean, low, high = laws.gain(whole)
+    share = min(1.0, laws.worth_of(whole) / laws.worth_of(run))
+    lines += [
+        f"With {TOKENS_PER_PARAMETER}, expect {mean:+.1f}% ({low:+.1f} to {high:+.1f}) of Muon on hidden weights,",
+        f"and {share:.0%} of the differences between formats. The table has the short runs.",
+    ]
+    return "\n".join(lines)
 
 
 def effects_table(table: EffectTable) -> list[dict[str, str]]:

@@ -22,6 +22,7 @@ from baoc.planners.paper.planner import PaperPlanner
 from baoc.planners.paper.problem import GRANULARITIES
 from baoc.planners.paper.risk import RISKS
 from baoc.planners.paper.statistics import GradientStatistics
+from baoc.planners.scaling import TOKENS_PER_PARAMETER
 from baoc.tools.cli.screen import printable
 
 if TYPE_CHECKING:
@@ -91,9 +92,19 @@ def add_host_memory(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_steps(parser: argparse.ArgumentParser | argparse._ArgumentGroup, option: str) -> None:
+    """Add the option for the length of the training that effects are predicted for."""
+    parser.add_argument(
+        option,
+        metavar="N",
+        type=partial(at_least, 1),
+        help=f"steps of the whole training (default: {TOKENS_PER_PARAMETER} tokens per parameter)",
+    )
+
+
 EFFECTS, PAPER = "effects", "paper"
 _PAPER_OPTIONS = ("risk", "gamma", "granularity", "times")
-_EFFECT_OPTIONS = ("regime", "tokens", "table", "tolerance")
+_EFFECT_OPTIONS = ("regime", "tokens", "planned_steps", "table", "tolerance")
 _WARMUP_OPTIONS = ("steps", "statistics_out")  # only some commands have them
 
 
@@ -144,6 +155,7 @@ def add_planning(parser: argparse.ArgumentParser) -> None:
         type=partial(at_least, 1),
         help=f"tokens of a training step (default: counted in one batch of a workload, else {TOKENS})",
     )
+    add_steps(effects, "--planned-steps")
     effects.add_argument(
         "--table", metavar="FILE", help="effect table that `baoc calibrate` wrote (default: the one that ships)"
     )
@@ -191,7 +203,8 @@ def planner_of(args: argparse.Namespace) -> EffectPlanner | PaperPlanner:
         if getattr(args, name, None) is not None:
             option = name.replace("_", "-")
             raise UsageError(f"--{option} is an option of --planner {EFFECTS if is_paper else PAPER}.")
-    given = {name: getattr(args, name) for name in ("time", *own) if getattr(args, name) is not None}
+    fields = {name: name.removeprefix("planned_") for name in ("time", *own)}
+    given = {field: getattr(args, name) for name, field in fields.items() if getattr(args, name) is not None}
     try:
         kind = PaperPlanner if is_paper else EffectPlanner
         return kind(**given, forbid=patterns(args.forbid), prefer=patterns(args.prefer))

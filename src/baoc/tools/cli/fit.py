@@ -15,13 +15,13 @@ from baoc.core.plan import PlanError
 from baoc.core.text import WIDTH
 from baoc.planners.base import AUTO, Budget
 from baoc.planners.effects import EffectPlanner
-from baoc.planners.model_facts import REGIMES
+from baoc.planners.model_facts import FINETUNE, REGIMES, SCRATCH
 from baoc.tools.cli import common, screen
 from baoc.tools.cli.fit_text import States, bytes_by_part, print_answer
 from baoc.tools.fit import Answer, Fitter
 from baoc.tools.fit.activations import LENGTH
 from baoc.tools.fit.memory import PRECISIONS, Measured, Setup
-from baoc.tools.models import MODELS
+from baoc.tools.models import FINE_TUNED, MODELS
 from baoc.tools.models.resolve import resolve
 
 DOES_NOT_FIT = 1
@@ -120,12 +120,17 @@ def add_fit(parser: common.Parser) -> None:
         help="use this budget for state (25%%, 1.5GiB, auto) instead of the best that fits",
     )
     common.add_host_memory(parser)
-    parser.add_argument(
+    regime = parser.add_mutually_exclusive_group()
+    regime.add_argument(
         "--regime",
         choices=REGIMES,
-        default=REGIMES[0],
-        help="the kind of training that effects are for (default: %(default)s)",
+        help="the kind of training that effects are for (default: finetune for names of llama, qwen and gemma, else "
+        "read off the model)",
     )
+    regime.add_argument(
+        "--from-scratch", dest="regime", action="store_const", const=SCRATCH, help="short for --regime scratch"
+    )
+    common.add_steps(parser, "--steps")
     parser.add_argument("--plan", action="store_true", help="show the plan instead of the comparison")
     _add_states(parser)
     common.add_json(parser)
@@ -183,7 +188,7 @@ def run_fit(args: argparse.Namespace) -> int:
         release=args.gradients == "release",
         reserve=args.reserve,
     )
-    fitter = Fitter(Measured(model, args.activations), EffectPlanner(regime=args.regime))
+    fitter = Fitter(Measured(model, args.activations), EffectPlanner(regime=_regime(args), steps=args.steps))
     with contextlib.redirect_stdout(sys.stderr), screen.working("searching for the best plan that fits"):
         may_release = args.gradients == "auto"
         answer = fitter.ask(setup, args.gpu, args.memory, args.host_memory, may_release=may_release)
@@ -192,6 +197,12 @@ def run_fit(args: argparse.Namespace) -> int:
     else:
         print_answer(args.model, model, answer, with_plan=args.plan)
     return 0 if answer.fits else DOES_NOT_FIT
+
+
+def _regime(args: argparse.Namespace) -> str:
+    """Return the regime of the options: people fine-tune some models rather than train them from scratch."""
+    named = FINETUNE if args.model.startswith(FINE_TUNED) and args.model in MODELS else AUTO
+    return args.regime or named
 
 
 def content(model: str, answer: Answer) -> dict[str, Any]:
@@ -224,6 +235,7 @@ def content(model: str, answer: Answer) -> dict[str, Any]:
                 "total_bytes": choice.total,
                 "fits": choice.fits(answer.gpu),
                 "expected_loss": choice.loss,
+                "expected_interval": choice.interval,
             }
             for choice in answer.choices
         ],
@@ -233,6 +245,7 @@ def content(model: str, answer: Answer) -> dict[str, Any]:
                 "total_bytes": change.total,
                 "fits": change.fits,
                 "expected_loss": change.loss,
+                "expected_interval": change.interval,
                 "note": change.note,
             }
             for change in answer.changes

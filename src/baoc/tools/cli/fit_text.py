@@ -13,11 +13,11 @@ from torch import nn
 from baoc.core.configuration import BUDGET_REFERENCE, CATALOG, EXTENDED, parse
 from baoc.core.roles import roles_of
 from baoc.core.spec import Shape
-from baoc.core.text import WIDTH, human_bytes, human_count, one_line, table
+from baoc.core.text import WIDTH, human_bytes, human_count, one_line, short_prediction, table
 from baoc.planners.total import table_of_parts
 from baoc.tools.cli import screen
 from baoc.tools.estimate import Estimate, estimate, split_excluded, trainable_shapes
-from baoc.tools.fit import GIVEN, SMALLEST, Answer
+from baoc.tools.fit import GIVEN, SMALLEST, Answer, Change, Choice
 
 BAR_WIDTH = 78
 STATE = "optimizer state"
@@ -109,7 +109,7 @@ def _advice(answer: Answer, with_plan: bool) -> list[str]:
     changes = []
     for change in answer.changes:
         fits = "" if answer.gpu is None else ", fits" if change.fits else ", does not fit"
-        loss = "" if change.loss is None or not change.fits else f", {_signed(change.loss)}"
+        loss = "" if change.loss is None or not change.fits else f", {_loss(change)}"
         note = f" ({change.note})" if change.note else ""
         text = f"{change.what}: {human_bytes(change.total)}{fits}{loss}{note}"
         changes.append(fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
@@ -167,7 +167,7 @@ def _choices(answer: Answer) -> str:
             human_bytes(choice.state),
             human_bytes(choice.total),
             _yes(choice.fits(answer.gpu), answer),
-            "not measured" if choice.loss is None else _signed(choice.loss),
+            _loss(choice),
         ]
         for choice in answer.choices
         if choice.name != SMALLEST or (choice == answer.chosen and answer.fits)
@@ -179,8 +179,11 @@ def _yes(fits: bool, answer: Answer) -> str:
     return "-" if answer.gpu is None else "yes" if fits else "no"
 
 
-def _signed(loss: float) -> str:
-    return f"{loss:+.2f}%"
+def _loss(choice: Choice | Change) -> str:
+    """Return a predicted loss with its interval, if that is wide enough to be seen."""
+    if choice.loss is None:
+        return "not measured"
+    return short_prediction(choice.loss, choice.interval)
 
 
 # ---- state only ----

@@ -76,7 +76,7 @@ def add_calibrate(parser: common.Parser) -> None:
 
 def run_calibrate(args: argparse.Namespace) -> None:
     """Print the effects and write the table."""
-    from baoc.tools.calibrate import calibrate, effects_table
+    from baoc.tools.calibrate import calibrate, effects_table, reach
 
     common.check_writable(args.output)
     torch.manual_seed(args.seed)
@@ -97,8 +97,12 @@ def run_calibrate(args: argparse.Namespace) -> None:
         )
     rows = effects_table(measured)
     screen.show(table(list(rows[0]), [list(row.values()) for row in rows], right=["loss", "runs"]))
+    with contextlib.redirect_stdout(sys.stderr):
+        facts, tokens = ModelFacts.of(workload.model), workload.tokens()
+    if tokens:
+        screen.show(reach(facts, next(iter(measured.effects)), args.steps, tokens))
     measured.save(args.output)
-    screen.show(f"saved the effect table to {args.output}. Plan with --table, or with EffectPlanner(table=...).")
+    screen.show(f"saved the effect table to {args.output}: use --table or EffectPlanner(table=...).")
 
 
 # ---- measure ----

@@ -14,6 +14,7 @@ from baoc.core.plan import Plan, PlanError
 from baoc.core.roles import Role
 from baoc.core.sharding import rows_per_rank
 from baoc.core.spec import DEFAULT_WEIGHT
+from baoc.core.text import predicted_interval
 from baoc.planners.base import AUTO, Budget
 from baoc.planners.effect_problem import EffectProblem
 from baoc.planners.effect_table import elements
@@ -42,7 +43,8 @@ class Choice:
         state: Bytes of state on the rank that holds the most, without state in host memory.
         workspace: Bytes that an update needs for a moment beyond those of activations, which are freed by then.
         total: Bytes of everything on that rank.
-        loss: Expected change of the loss, in percent of AdamW32's. None if it was not measured.
+        loss: Predicted change of the loss, in percent of AdamW32's. None if it was not measured.
+        interval: Lowest and highest change of the loss (90%).
     """
 
     name: str
@@ -51,6 +53,7 @@ class Choice:
     workspace: int
     total: int
     loss: float | None
+    interval: tuple[float, float] | None = None
 
     def fits(self, gpu: int | None) -> bool:
         """Return whether it fits into ``gpu`` bytes. Without a limit, everything fits."""
@@ -65,6 +68,7 @@ class Change:
     total: int
     fits: bool
     loss: float | None = None
+    interval: tuple[float, float] | None = None
     note: str = ""
 
 
@@ -227,7 +231,8 @@ class Fitter:
         problem = self._problem(setup)
         plan = Plan.uniform(name, problem.model.shapes, {n: problem.model.role(n) for n in problem.model.shapes})
         plan = plan.with_low_bits(problem.model.low_precision, DEFAULT_WEIGHT)
-        return replace(_choice(name, plan, needed, setup), loss=_uniform_loss(parse(name), problem))
+        loss, interval = _uniform_loss(parse(name), problem)
+        return replace(_choice(name, plan, needed, setup), loss=loss, interval=interval)
 
     def _changes(self, setup: Setup, gpu: int | None) -> Iterator[Change]:
         """Yield single changes of the setup. Changes of activations need activations that are counted."""
@@ -242,7 +247,7 @@ class Fitter:
             if other != setup:
                 memory = self._measured.memory(other)
                 choice = _choice(what, _best_plan(self._problem(other), gpu, memory, other.shards), memory, other)
-                yield Change(what, choice.total, choice.fits(gpu), choice.loss)
+                yield Change(what, choice.total, choice.fits(gpu), choice.loss, choice.interval)
 
     def _offloaded(self, setup: Setup, gpu: int | None, needed: Memory) -> Change:
         """Return the change to state in host memory: the best plan, with a bus that transfers in both directions."""
@@ -253,6 +258,7 @@ class Fitter:
             (total := needed.total + _workspace(plan, needed)),
             gpu is None or total <= gpu,
             plan.settings.get("expected_loss"),
+            predicted_interval(plan.settings),
             f"--host-memory {math.ceil(plan.host_bytes / 2**20)}MiB, at least {seconds:.2g} s a step at "
             f"{BUS / 1e9:g} GB/s",
         )
@@ -261,7 +267,8 @@ class Fitter:
 def _choice(name: str, plan: Plan, needed: Memory, setup: Setup) -> Choice:
     state = plan.sharded(setup.shards).device_bytes_per_rank
     workspace = _workspace(plan, needed)
-    return Choice(name, plan, state, workspace, needed.total + workspace + state, plan.settings.get("expected_loss"))
+    total, loss = needed.total + workspace + state, plan.settings.get("expected_loss")
+    return Choice(name, plan, state, workspace, total, loss, predicted_interval(plan.settings))
 
 
 def _workspace(plan: Plan, needed: Memory) -> int:
@@ -291,15 +298,20 @@ def _smallest_plan(problem: EffectProblem) -> Plan:
     return problem.plan(Budget(0.0))
 
 
-def _uniform_loss(configuration: Configuration, problem: EffectProblem) -> float | None:
-    """Return the measured loss of one configuration for all parameters. Vectors count as fp32."""
-    model, table = problem.model, problem.table
-    sizes = [(model.planned_role(name), math.prod(shape)) for name, shape in model.shapes.items()]
+def _uniform_loss(
+    configuration: Configuration, problem: EffectProblem
+) -> tuple[float | None, tuple[float, float] | None]:
+    """Return the loss of one configuration for all parameters, and its interval. Vectors count as fp32."""
+    sizes = [(problem.model.planned_role(name), math.prod(shape)) for name, shape in problem.model.shapes.items()]
     totals = elements(sizes)
-    loss = 0.0
+    loss = low = high = 0.0
     for role, numel in sizes:
-        found = table.effect(problem.regime, role, configuration)
-        if found is None and role is not Role.VECTOR:
-            return None
-        loss += numel / max(1, totals[role]) * (found.loss if found else 0.0)
-    return loss + (effect(problem.regime, model.hyper.lr, DEFAULT_WEIGHT).loss if model.low_precision else 0.0)
+        if role is Role.VECTOR:
+            continue
+        if (found := problem.effects.effect(role, configuration)) is None:
+            return None, None
+        share = numel / max(1, totals[role])
+        loss, low, high = loss + share * found.loss, low + share * found.low, high + share * found.high
+    model = problem.model
+    weights = effect(problem.regime, model.hyper.lr, DEFAULT_WEIGHT).loss if model.low_precision else 0.0
+    return loss + weights, (low + weights, high + weights)

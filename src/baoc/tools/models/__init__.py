@@ -284,6 +284,8 @@ _SDXL = {
     "projection_class_embeddings_input_dim": 2816,
 }
 
+FINE_TUNED = ("llama-", "qwen3-", "gemma-")
+"""Names of models begin with these whose published weights people fine-tune."""
 MODELS: dict[str, Builder] = {
     "gpt2-small": partial(_gpt2, 768, 12, 12),
     "gpt2-medium": partial(_gpt2, 1024, 24, 16),

@@ -11,7 +11,16 @@ from typing import Any
 from baoc.core.configuration import BUDGET_REFERENCE
 from baoc.core.plan import Block, Plan
 from baoc.core.splits import describe
-from baoc.core.text import WIDTH, human_bytes, human_count, plan_reasons, printable, table
+from baoc.core.text import (
+    WIDTH,
+    human_bytes,
+    human_count,
+    plan_reasons,
+    predicted_interval,
+    printable,
+    short_prediction,
+    table,
+)
 from baoc.planners.effect_table import TERM
 
 _MIB, _GIB = 2**20, 2**30
@@ -208,8 +217,11 @@ def _budgets(plan: Plan) -> list[str]:
         lines.append(f"        relative to AdamW16, for {ratio}")
         if "time_budget" in numbers and "time_price" in numbers:
             lines.append(_price(numbers["time_price"] * 0.01, "0.01 more", "more time", is_loss))
-    lead, total = ("loss:   ", f"{risk:+.2f}%") if is_loss else ("risk:   ", f"{risk:.4f}")
-    lines.append(_wrapped(lead, total + _proof(numbers, risk, is_loss)))
+    lead, total = (
+        ("loss:   ", short_prediction(risk, predicted_interval(settings))) if is_loss else ("risk:   ", f"{risk:.4f}")
+    )
+    source = f", {settings['expected_source']}" if is_loss and settings.get("expected_source") else ""
+    lines.append(_wrapped(lead, total + source + _proof(numbers, risk, is_loss)))
     return lines
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from baoc.core.plan import Plan
 from baoc.core.spec import Hyper
-from baoc.core.text import human_bytes, table
+from baoc.core.text import human_bytes, predicted_interval, short_prediction, table
 from baoc.planners.effect_problem import PLURAL, EffectProblem
 from baoc.planners.model_facts import ModelFacts
 from baoc.planners.paper.problem import PaperProblem
@@ -22,7 +22,7 @@ from baoc.tools.report.explain import ReportError, total_risk
 
 MOST_MEMORY = 2  # times the state of AdamW16: the state of AdamW32
 _SMALLEST_SHARE = 1000
-_BAR = 20
+_BAR = 6
 _ROLES = {plural: role for role, plural in PLURAL.items()}
 POINTS = 20
 """Budgets of a frontier, in `baoc frontier` and in a report."""
@@ -39,6 +39,8 @@ class Point:
     share: float  # of the state of AdamW16
     risk: float
     time: float
+    interval: tuple[float, float] | None = None
+    """Lowest and highest predicted change of the loss (90%)."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,9 @@ class Frontier:
 
     def risk_text(self, point: Point) -> str:
         """Format the risk of a point."""
-        return f"{point.risk:+.2f}%" if self.is_loss else f"{point.risk:.3f}"
+        if not self.is_loss:
+            return f"{point.risk:.3f}"
+        return short_prediction(point.risk, point.interval)
 
     @property
     def knee(self) -> int | None:
@@ -102,6 +106,7 @@ def frontier(problem: EffectProblem | PaperProblem, points: int = POINTS) -> Fro
             share=plan.state_bytes / max(1, reference),
             risk=total_risk(plan),
             time=plan.settings["time"],
+            interval=predicted_interval(plan.settings),
         )
         for plan in problem.frontier(spread(problem.least_bytes(), MOST_MEMORY * reference, points))
     ]

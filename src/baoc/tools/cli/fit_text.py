@@ -14,7 +14,7 @@ from baoc.core.configuration import BUDGET_REFERENCE, CATALOG, EXTENDED, parse
 from baoc.core.roles import roles_of
 from baoc.core.spec import Shape
 from baoc.core.text import WIDTH, human_bytes, human_count, one_line, short_prediction, table
-from baoc.planners.total import table_of_parts
+from baoc.planners.total import BASELINE
 from baoc.tools.cli import screen
 from baoc.tools.estimate import Estimate, estimate, split_excluded, trainable_shapes
 from baoc.tools.fit import GIVEN, SMALLEST, Answer, Change, Choice
@@ -65,11 +65,14 @@ def print_answer(name: str, model: nn.Module, answer: Answer, *, with_plan: bool
 
 
 def _bytes_per_parameter(answer: Answer) -> str:
-    """Return the table of weights, low bits, gradients and state, and the settings that it is for."""
+    """Return bytes per parameter of weights, low bits, gradients and state, and what each saves."""
     weights = "16-bit weights" if answer.setup.precision.weights == 2 else "fp32 weights"
-    how = "released (baoc.release_gradients)" if answer.setup.release else "kept"
-    parts = table_of_parts(answer.per_parameter, answer.numel)
-    return f"{parts}\n{weights}, gradients {how}; saved: against fp32 AdamW"
+    how = "released" if answer.setup.release else "kept"
+    found = {name: (each, BASELINE[name] - each) for name, each in answer.per_parameter.items()}
+    found["all"] = (sum(each for each, _ in found.values()), sum(saved for _, saved in found.values()))
+    parts = ", ".join(f"{name} {each:.2f} ({saved:+.2f})" for name, (each, saved) in found.items())
+    text = f"Bytes per parameter, and saved against fp32 AdamW: {parts}. {weights}, gradients {how}."
+    return fill(text, WIDTH)
 
 
 def verdict(name: str, answer: Answer) -> str:

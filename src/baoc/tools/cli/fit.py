@@ -126,7 +126,9 @@ def add_fit(parser: common.Parser) -> None:
         default=REGIMES[0],
         help="the kind of training that effects are for (default: %(default)s)",
     )
-    parser.add_argument("--plan", action="store_true", help="show the plan instead of the comparison")
+    parser.add_argument(
+        "--plan", action="store_true", help="show the plan, and the bytes of each part, instead of the comparison"
+    )
     _add_states(parser)
     common.add_json(parser)
     parser.set_defaults(run=run_fit)

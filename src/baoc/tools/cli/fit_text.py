@@ -13,7 +13,7 @@ from torch import nn
 from baoc.core.configuration import BUDGET_REFERENCE, CATALOG, EXTENDED, parse
 from baoc.core.roles import roles_of
 from baoc.core.spec import Shape
-from baoc.core.text import WIDTH, human_bytes, human_count, one_line, short_prediction, table
+from baoc.core.text import REGIME_TEXTS, WIDTH, human_bytes, human_count, one_line, short_prediction, table
 from baoc.planners.total import BASELINE
 from baoc.tools.cli import screen
 from baoc.tools.estimate import Estimate, estimate, split_excluded, trainable_shapes
@@ -96,7 +96,10 @@ def _setup(model: nn.Module, answer: Answer) -> str:
     gpus = ["one GPU"] if setup.world_size == 1 else [f"{setup.world_size} GPUs", spread]
     extra = ["checkpointing"] if setup.checkpointing else []
     each = "" if setup.world_size == 1 else " each"
-    facts = [f"{human_count(count)} parameters", *gpus, f"{answer.memory.tokens} tokens{each}", setup.dtype, *extra]
+    regime = REGIME_TEXTS.get(answer.chosen.plan.settings.get("regime", ""), "")
+    kind = [regime.removeprefix("in ")] if regime else []
+    tokens = f"{answer.memory.tokens} tokens{each}"
+    facts = [f"{human_count(count)} parameters", *gpus, tokens, setup.dtype, *extra, *kind]
     return f"{type(model).__name__}: {', '.join(facts)}"
 
 

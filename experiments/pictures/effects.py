@@ -19,7 +19,7 @@ _SHAPE = (1024, 1024)
 def draw(path: Path) -> None:
     """A row for each configuration, ordered by its bytes; an effect and its error for each regime."""
     table = EffectTable.load()
-    found = {each for roles in table.effects.values() for role in _SHOWN for each in roles.get(role, {})}
+    found = {each for regime in _REGIMES for role in _SHOWN for each in table.effects[regime].get(role, {})}
     rows = sorted(found, key=lambda each: (-each.state_bytes(_SHAPE), str(each)))
     colour = colours(rows)
     with figure(10, 4.3, path) as made:

@@ -14,8 +14,8 @@ import baoc
 
 INK, MUTED, LINE, GROUND = "#1c1f24", "#626a75", "#dfe1e5", "#ffffff"
 PLAIN = "#8a929c"  # AdamW32, which all are compared with
-_MOST_BYTES = 8  # per element, as in AdamW32
-_WEAKEST, _SPAN = 0.42, 0.54  # how much of its hue a colour has, as in the page's light theme
+_MOST_BYTES = 4  # per element, as in AdamW16; more has the same colour
+_WEAKEST, _SPAN = 0.3, 0.66  # how much of its hue a colour has, as in the page's light theme
 
 
 @contextmanager
@@ -56,14 +56,14 @@ def colours(configurations: Iterable[baoc.Configuration]) -> dict[str, str]:
     """By alias: a hue for the update rule, the weaker the fewer bytes of state. It does not depend on the others.
 
     >>> list(colours([baoc.parse("muon-8"), baoc.parse("muon-4")]).values())
-    ['#e4995d', '#e8a774']
+    ['#e5995e', '#eab081']
     """
     hues, spare = _hues()
     found = {}
     for each in configurations:
         rule, nbytes = each.mechanism_name, each.state_bytes((1024, 1024)) / 2**20
         hue = hues.get(rule) or spare[sum(map(ord, rule)) % len(spare)]
-        strength = min(1.0, max(0.0, 1 + math.log2(nbytes / _MOST_BYTES) / 5)) if nbytes else 1.0
+        strength = min(1.0, max(0.0, 1 + math.log2(nbytes / _MOST_BYTES) / 4)) if nbytes else 1.0
         found[each.alias] = _mixed(hue, _WEAKEST + _SPAN * strength)
     return found
 

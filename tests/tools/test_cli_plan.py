@@ -425,10 +425,17 @@ def test_calibrate_and_plan_by_it(saved: Path, run: Any):
     tried = ("--configuration", "muon-8", "--configuration", "adamw-8")
     code, out, err = run("calibrate", "w.py:make", "--steps", "4", "--repeats", "1", *tried, "-o", "mine.json")
     assert code == 0 and "muon-8" in out and "saved the effect table" in out
+    again = run("calibrate", "w.py:make", "--steps", "4", "--repeats", "1", *tried, "-o", "mine.json", "--json")
+    assert {row["configuration"] for row in json.loads(again[1])["effects"]} >= {"muon-8", "adamw-8"}
     assert "run 1/" in err and "building" in err and "building" not in out
     assert "tokens per hidden parameter" in out and max(map(len, out.splitlines())) <= 80
     plan = Plan.from_json(run("plan", "w.stats", "--table", "mine.json", "--memory", "200%", "--json")[1])
     assert "expected_loss" in plan.settings
+
+
+def test_a_report_says_in_json_where_it_is(saved: Path, run: Any):
+    code, out, _ = run("report", "a.json", "-o", "a.html", "--json")
+    assert code == 0 and json.loads(out) == {"output": "a.html", "bytes": (saved / "a.html").stat().st_size}
 
 
 def test_calibrate_refuses_in_one_line(run: Any):

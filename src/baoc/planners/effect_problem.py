@@ -212,6 +212,7 @@ class EffectProblem:
             "tokens": self.tokens,
             "planned_tokens": round(self.effects.scale.tokens),
             "operations_per_byte": self.model.operations_per_byte,
+            "device": self.model.device,
             "memory_budget": nbytes,
             "time_budget": self.planner.time if math.isfinite(self.planner.time) else None,
             "time": round(self._base_time + self._time_used(blocks), 4),

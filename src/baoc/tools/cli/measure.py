@@ -71,11 +71,12 @@ def add_calibrate(parser: common.Parser) -> None:
     parser.add_argument(
         "--seed", metavar="N", type=common.whole, default=0, help="seed of torch (default: %(default)s)"
     )
+    common.add_json(parser)
     parser.set_defaults(run=run_calibrate)
 
 
 def run_calibrate(args: argparse.Namespace) -> None:
-    """Print the effects and write the table."""
+    """Print the effects as text or JSON, and write the table."""
     from baoc.tools.calibrate import calibrate, effects_table, reach
 
     common.check_writable(args.output)
@@ -96,6 +97,10 @@ def run_calibrate(args: argparse.Namespace) -> None:
             on_run=lambda done, total, what, loss: progress(done, total, f"{what}, loss {loss:.4f}"),
         )
     rows = effects_table(measured)
+    if args.json:
+        measured.save(args.output)
+        print(json.dumps({"output": args.output, "effects": rows}, indent=2))
+        return
     screen.show(table(list(rows[0]), [list(row.values()) for row in rows], right=["loss", "runs"]))
     with contextlib.redirect_stdout(sys.stderr):
         facts, tokens = ModelFacts.of(workload.model), workload.tokens()

@@ -253,11 +253,12 @@ def add_report(parser: common.Parser) -> None:
     parser.add_argument("-o", "--output", metavar="HTML", required=True, help="the page to write")
     parser.add_argument("--title", metavar="TEXT", help="title of the page (default: the name of the first file)")
     common.add_planning(parser)
+    common.add_json(parser)
     parser.set_defaults(run=run_report)
 
 
 def run_report(args: argparse.Namespace) -> None:
-    """Write the page."""
+    """Write the page, and print where it is as text or JSON."""
     from baoc.tools.report.explorer import Sources, write
 
     common.check_writable(args.output)
@@ -289,5 +290,8 @@ def run_report(args: argparse.Namespace) -> None:
     )
     with screen.working("planning for all budgets"):
         write(sources, args.output)
-    size = human_bytes(Path(args.output).stat().st_size)
-    screen.show(f"wrote {args.output} ({size}). Open it in a browser.")
+    nbytes = Path(args.output).stat().st_size
+    if args.json:
+        print(json.dumps({"output": args.output, "bytes": nbytes}, indent=2))
+    else:
+        screen.show(f"wrote {args.output} ({human_bytes(nbytes)}). Open it in a browser.")

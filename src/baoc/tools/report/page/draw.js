@@ -48,9 +48,9 @@ const HUES = {
   adafactor: "#8A7A00", adam: "#56B4E9", sgdwm: "#E69F00", sgdm: "#E69F00", sgdw: "#009E73", sgd: "#009E73",
 };
 const SPARE = ["#7A5195", "#666666", "#8A7A00", "#CC79A7"];
-const MOST_BYTES = 8; // per element, as in AdamW32
+const MOST_BYTES = 4; // per element, as in AdamW16; more has the same color
 // Share of the hue in a color, from the weakest on; the rest is the surface. Hues are lifted toward white.
-const THEMES = { light: { surface: 255, lift: 0, weakest: 0.42, span: 0.54 }, dark: { surface: 25, lift: 0.14, weakest: 0.58, span: 0.4 } };
+const THEMES = { light: { surface: 255, lift: 0, weakest: 0.3, span: 0.66 }, dark: { surface: 25, lift: 0.14, weakest: 0.58, span: 0.4 } };
 
 /** Whether white or black text is easier to read on the color of a configuration. */
 function readable(hue, strength, { surface, lift, weakest, span }) {
@@ -66,7 +66,7 @@ function paint(configurations) {
   for (const configuration of configurations) {
     const { mechanism, each } = configuration;
     const hue = HUES[mechanism] ?? SPARE[[...mechanism].reduce((sum, letter) => sum + letter.charCodeAt(0), 0) % SPARE.length];
-    const strength = each ? Math.min(1, Math.max(0, 1 + Math.log2(each / MOST_BYTES) / 5)) : 1; // a fifth less for each half; rules without state have one form
+    const strength = each ? Math.min(1, Math.max(0, 1 + Math.log2(each / MOST_BYTES) / 4)) : 1; // a quarter less for each half; rules without state have one form
     const share = `calc(var(--weakest) + ${strength.toFixed(2)} * var(--span))`;
     configuration.colour = `color-mix(in oklab, color-mix(in oklab, white var(--lift), ${hue}) ${share}, var(--surface))`;
     configuration.onLight = readable(hue, strength, THEMES.light);

@@ -141,7 +141,11 @@ class ModelFacts:
         return replace(facts, splits=splits)
 
     def renamed(self, names: Mapping[str, str]) -> ModelFacts:
-        """Return these facts with other parameter names, but for shapes. Parameters without a new name are left out."""
+        """Return these facts with other parameter names, but for shapes. Parameters without a new name are left out.
+
+        Args:
+            names: the new name of each parameter.
+        """
         roles = {names[name]: role for name, role in self.roles.items() if name in names}
         return replace(self, roles=roles, splits={names[n]: split for n, split in self.splits.items() if n in names})
 

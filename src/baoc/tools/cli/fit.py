@@ -131,7 +131,9 @@ def add_fit(parser: common.Parser) -> None:
         "--from-scratch", dest="regime", action="store_const", const=SCRATCH, help="short for --regime scratch"
     )
     common.add_steps(parser, "--steps")
-    parser.add_argument("--plan", action="store_true", help="show the plan instead of the comparison")
+    parser.add_argument(
+        "--plan", action="store_true", help="show the plan, and the bytes of each part, instead of the comparison"
+    )
     _add_states(parser)
     common.add_json(parser)
     parser.set_defaults(run=run_fit)

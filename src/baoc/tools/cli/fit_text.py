@@ -60,7 +60,8 @@ def print_answer(name: str, model: nn.Module, answer: Answer, *, with_plan: bool
         unknown = f"Activations are not counted: {answer.memory.unknown}. Measure them and pass --activations."
         screen.show("\n" + fill(unknown, WIDTH))
     plan_or_choices = str(answer.chosen.plan) if with_plan else _choices(answer)
-    parts_of_text = [_bytes_per_parameter(answer), plan_or_choices, *_advice(answer, with_plan)]
+    details = [_bytes_per_parameter(answer)] if with_plan else []
+    parts_of_text = [*details, plan_or_choices, *_advice(answer, with_plan)]
     screen.show("\n" + "\n\n".join(parts_of_text))
 
 

@@ -42,6 +42,10 @@ class Split:
 
     Raises:
         ValueError: if a number is not a positive whole number, or ``dim`` is neither 0 nor 1.
+
+    Example:
+        >>> Split((64, 64, 64), dim=1).pieces(64, 192)
+        ((64, 64), (64, 64), (64, 64))
     """
 
     sizes: tuple[int, ...]
@@ -59,7 +63,11 @@ class Split:
             raise ValueError(f"dim of a split must be 0 (rows) or 1 (columns), got {self.dim!r}.")
 
     def problem(self, shape: Shape) -> str | None:
-        """Return why a parameter of some shape cannot be split so, or ``None``."""
+        """Return why a parameter of some shape cannot be split so, or ``None``.
+
+        Args:
+            shape: the parameter's global shape.
+        """
         if len(shape) < 2:
             return f"it has shape {tuple(shape)}, which is no matrix"
         side, total = as_matrices(shape)[1:][self.dim], sum(self.sizes) * self.repeat
@@ -70,7 +78,12 @@ class Split:
         return f"its matrices have {side} {kind}, but {times}{self.sizes} make {total}"
 
     def pieces(self, rows: int, cols: int) -> tuple[tuple[int, int], ...]:
-        """Return the shapes that a matrix is cut into."""
+        """Return the shapes that a matrix is cut into.
+
+        Args:
+            rows: rows of the matrix.
+            cols: its columns.
+        """
         sides = (size * self.repeat for size in self.sizes)
         return tuple((rows, side) if self.dim else (side, cols) for side in sides)
 
@@ -99,6 +112,12 @@ class Split:
     @classmethod
     def from_plain(cls, content: Any) -> Split:
         """Read what :meth:`plain` wrote.
+
+        Args:
+            content: the JSON value.
+
+        Returns:
+            The split.
 
         Raises:
             ValueError: it is damaged.

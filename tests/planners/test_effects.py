@@ -20,7 +20,7 @@ from baoc.core.roles import Role, roles_of
 from baoc.planners.base import Progress
 from baoc.planners.effect_problem import FEW, EffectProblem
 from baoc.planners.effect_table import OF_VECTORS, Effect, EffectTable, elements
-from baoc.planners.model_facts import GENERAL, REGIMES
+from baoc.planners.model_facts import FINETUNE, GENERAL, REGIMES, SCRATCH
 from baoc.solve import Problem, solve
 from baoc.tools.models import MODELS
 from tests.training import shapes
@@ -356,7 +356,7 @@ def test_no_uniform_plan_that_fits_is_predicted_to_be_better(model, regime, spel
     found = predicted(model, spelling, regime)
     if found is None:
         pytest.skip("not in the table")
-    if regime == GENERAL and not parse(spelling).slots:
+    if regime != SCRATCH and not parse(spelling).slots:
         pytest.skip("rules without state are a last resort there, whatever is predicted")
     held, uniform = found
     assert loss(problem(model, regime=regime).plan(Budget(size(held)))) <= uniform + TOLERANCE + ROUNDING
@@ -565,6 +565,7 @@ BAD = {
     "prefer": [3, [None]],
     "preference": [-1.0, math.inf, "0.5"],
     "lr_multipliers": ["role", 1, None],
+    "low_bits": ["4", 8, None],
     "replan_every": [0, -3, 1.5, True],
 }
 PATTERN = {"candidates": "candidates|adamw-99"}
@@ -630,6 +631,19 @@ def test_models_without_norms_get_adamw_wherever_it_fits(width: int) -> None:
     free = source.plan(Budget("auto"))
     assert {block.configuration.alias for block in free.blocks} == {"adamw-32"}
     assert all(block.lr_scale == 1.0 for block in free.blocks)
+
+
+def test_pretrained_models_get_adamw_wherever_it_fits() -> None:
+    """What matrices without state cost in fine-tuning differs between models by more than it is on average."""
+    source = problem(MODELS_HERE["transformer"], regime=FINETUNE)
+    least = 0
+    for name, shape in source.model.shapes.items():
+        role = source.model.planned_role(name)
+        known = [c for c in source.candidates if source.table.effect(FINETUNE, role, c) is not None]
+        least += min(c.state_bytes(shape) for c in known if c.mechanism_name == "adamw")
+    for nbytes, plan in plans(source):
+        rules = {block.configuration.mechanism_name for block in plan.blocks}
+        assert (rules == {"adamw"}) == (nbytes >= least), (nbytes, least, rules)
 
 
 def test_small_matrices_can_have_8_bits() -> None:

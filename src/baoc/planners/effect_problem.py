@@ -23,7 +23,7 @@ from baoc.planners.base import (
     Memory,
 )
 from baoc.planners.effect_table import TERM, UNKNOWN, Effect, EffectTable, elements
-from baoc.planners.model_facts import GENERAL, ModelFacts
+from baoc.planners.model_facts import GENERAL, SCRATCH, ModelFacts
 from baoc.planners.scaling import EffectsAtScale, Scale
 from baoc.planners.simplify import Group, Run, Target, simplest
 from baoc.solve import (
@@ -43,7 +43,7 @@ TOKENS = 4096
 FEW = 32
 """Tensors of a small model."""
 LAST_RESORT = 10.0
-"""Percent of the loss that a tensor without state is charged in the regime "general", whatever its size."""
+"""Percent of the loss that a tensor without state is charged outside of the regime "scratch", whatever its size."""
 PLURAL = {
     Role.VECTOR: "vectors",
     Role.MATRIX: "matrices",
@@ -362,13 +362,14 @@ class EffectProblem:
 
     @functools.cached_property
     def _last_resorts(self) -> NDArray[np.float64]:
-        """What keeps plans from rules without state in the regime "general", in percent of the loss per tensor.
+        """What keeps plans from rules without state unless training is from scratch, in percent of the loss per tensor.
 
-        There one small matrix without state can spoil a whole model, for example the first layer of a field, so its
-        share of the elements does not count.
+        Without normalization layers, one small matrix without state can spoil a whole model, for example the first
+        layer of a field, so its share of the elements does not count. In fine-tuning, what was measured differs too
+        much between models (`docs/fine-tuning.md`).
         """
         has_state = np.array([bool(each.slots) for each in self.candidates])
-        return np.where(has_state | (self.regime != GENERAL), 0.0, LAST_RESORT)
+        return np.where(has_state | (self.regime == SCRATCH), 0.0, LAST_RESORT)
 
     def _rules(self) -> tuple[dict[str, patterns.Row], dict[str, patterns.Row]]:
         """Which configurations each parameter must not have, and which it is to prefer."""

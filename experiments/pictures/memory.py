@@ -1,13 +1,17 @@
-"""What training holds on one GPU, with several optimizers: bars of weights, gradients and state."""
+"""What training holds on one GPU, with several optimizers: bars of weights, their low bits, gradients and state."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from baoc import Budget, EffectPlanner, ModelFacts, Plan
 from baoc.core.text import human_bytes
+from baoc.planners.total import low_bits_bytes
 from baoc.tools.estimate import trainable_shapes
 from baoc.tools.fit.memory import GIB, PRECISIONS
 from baoc.tools.models.resolve import resolve
@@ -16,8 +20,10 @@ from experiments.pictures.style import GROUND, INK, MUTED, bare, figure
 MODEL, TITLE = "llama-3.1-8b", "Llama-3.1-8B: weights, gradients and optimizer state"
 GPU = 80e9
 """Bytes of the GPU that is drawn as a line."""
-MEMORY = 0.25
-_PARTS = {"weights": "#8a929c", "gradients": "#c9ced5", "state": "#D55E00"}
+MEMORY = 0.5
+FLASH_STATE = 2 + 2 * 2 / 32
+"""Bytes per parameter of FlashOptim's state, from its code: two codes, and an fp16 scale for 32 of each."""
+_PARTS = {"weights": "#8a929c", "low bits": "#56B4E9", "gradients": "#c9ced5", "state": "#D55E00"}
 
 
 @dataclass(frozen=True)
@@ -29,30 +35,46 @@ class Bar:
     per_parameter: float
 
     @classmethod
-    def of(cls, name: str, plan: Plan, dtype: str) -> Bar:
-        """Count the bytes of a plan, with weights and gradients of a dtype of ``baoc fit``."""
-        count, precision = sum(block.numel for block in plan.blocks), PRECISIONS[dtype]
-        sizes = (precision.weights * count, precision.gradients * count, plan.state_bytes)
+    def of(cls, name: str, plan: Plan, dtype: str, gradients: int | None = None) -> Bar:
+        """Count the bytes of a plan.
+
+        Args:
+            name: of the bar.
+            plan: the plan.
+            dtype: of weights and gradients, as in ``baoc fit``.
+            gradients: bytes of the gradients that exist at once, if not all do.
+        """
+        count, precision, low = sum(block.numel for block in plan.blocks), PRECISIONS[dtype], low_bits_bytes(plan)
+        held = precision.gradients * count if gradients is None else gradients
+        return cls.counted(name, (precision.weights * count, low, held, plan.state_bytes - low), count)
+
+    @classmethod
+    def counted(cls, name: str, sizes: tuple[int, int, int, int], count: int) -> Bar:
+        """Return a bar of known sizes, for a number of parameters."""
         return cls(name, dict(zip(_PARTS, sizes)), sum(sizes) / count)
 
 
 def bars() -> list[Bar]:
-    """Return the bars, largest first."""
-    model = resolve(MODEL)
-    problem, shapes = EffectPlanner().problem(ModelFacts.of(model)), trainable_shapes(model)
+    """Return the bars."""
+    model = resolve(MODEL).to(torch.bfloat16)
+    shapes, facts = trainable_shapes(model), ModelFacts.of(model)
+    plan = EffectPlanner(regime="scratch").problem(facts).plan(Budget(MEMORY))
+    count = sum(block.numel for block in plan.blocks)
+    largest = max(2 * math.prod(shape) for shape in shapes.values())
     return [
         Bar.of("AdamW, fp32 weights", Plan.uniform("adamw-32", shapes), "fp32"),
         Bar.of("AdamW, bf16 weights", Plan.uniform("adamw-32", shapes), "bf16"),
-        Bar.of("AdamW16, bf16 weights", Plan.uniform("adamw-16", shapes), "bf16"),
+        Bar.counted("FlashOptim, bf16 weights", (2 * count, count, 2 * count, round(FLASH_STATE * count)), count),
         Bar.of("8-bit AdamW, bf16 weights", Plan.uniform("adamw-8", shapes), "bf16"),
-        Bar.of(f"baoc, memory={MEMORY:g}, bf16 weights", problem.plan(Budget(MEMORY)), "bf16"),
+        Bar.of(f"baoc, memory={MEMORY:g}, bf16 weights", plan, "bf16"),
+        Bar.of("baoc, the same, gradients released", plan, "bf16", largest),
     ]
 
 
 def draw(path: Path) -> None:
     """Draw a bar for each, with a line for the memory of a GPU."""
     rows = bars()
-    with figure(10, 3.2, path) as made:
+    with figure(10, 3.6, path) as made:
         axes = made.subplots()
         bare(axes)
         axes.grid(visible=False, axis="y")
@@ -73,9 +95,10 @@ def _bar(axes: Any, y: int, row: Bar) -> None:
     for part, nbytes in row.parts.items():
         width = nbytes / GIB
         axes.barh(y, width, left=at, height=0.66, color=_PARTS[part], edgecolor=GROUND)
-        if y == 0:
-            dark = part != "gradients"
-            axes.text(at + width / 2, y, part, ha="center", va="center", size=9, color=GROUND if dark else INK)
+        if width and (y == 0 or (part == "low bits" and row.name.startswith("FlashOptim"))):
+            dark = part not in ("gradients", "low bits")
+            size = 9 if y == 0 else 7.5
+            axes.text(at + width / 2, y, part, ha="center", va="center", size=size, color=GROUND if dark else INK)
         at += width
     text = f"{human_bytes(sum(row.parts.values()))}, {row.per_parameter:.1f} B/param"
     ground = {"facecolor": GROUND, "edgecolor": "none", "pad": 1.5}

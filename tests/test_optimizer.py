@@ -197,7 +197,7 @@ def test_the_plan_says_what_and_why():
     assert "no gradients seen yet" in optimizer.plan.table(wide=True)
     run(model, optimizer, range(WARMUP))
     text = optimizer.plan.table(wide=True)
-    for word in ("block", "tensors", "configuration", "state", "lr", "risk", "why", "aggressive"):
+    for word in ("block", "tensors", "configuration", "state", "lr", "risk", "least risk"):
         assert word in text
     assert optimizer.statistics.steps == WARMUP
 

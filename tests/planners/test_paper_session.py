@@ -415,6 +415,7 @@ def test_stability_goes_on_where_a_checkpoint_was_written() -> None:
 # ---- settings ----
 
 BAD = {
+    "low_bits": ["4", 8, None],
     "warmup": [0, -1, 2.5, True, None, "50"],
     "seed": [-1, 0.5, None],
     "sample_floor": [-1, 1.5],

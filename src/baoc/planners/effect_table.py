@@ -17,7 +17,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from types import MappingProxyType
 from typing import Any
@@ -56,7 +56,7 @@ class Effect:
     error: float = 0.0  # standard error over workloads and seeds
     runs: int = 0  # that were measured
     workloads: int = 0
-    interval: tuple[float, float] | None = None
+    interval: tuple[float, float] | None = field(default=None, repr=False)
     """Lowest and highest value (90%), where the error is not the same on both sides."""
 
     @property

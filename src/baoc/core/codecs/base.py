@@ -25,9 +25,8 @@ class Codec(ABC):
 
     Example:
         >>> from baoc import parse
-        >>> codec = parse("adamw-8").codecs["m"]
-        >>> codec.name, codec.bits
-        ('int8', 8)
+        >>> parse("adamw-8").codec_names
+        (('m', 'int8'), ('v', 'int8'))
     """
 
     name: ClassVar[str]

@@ -45,7 +45,7 @@ class Mechanism(ABC):
     Example:
         >>> from baoc import parse
         >>> parse("muon-8").mechanism.name, [slot.name for slot in parse("muon-8").mechanism.slots]
-        ('muon', ['m'])
+        ('muon', ['m', 's'])
     """
 
     name: ClassVar[str]

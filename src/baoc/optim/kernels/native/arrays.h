@@ -24,25 +24,16 @@ static float *floats_of(const array *stored, int64_t first, int n, float *out)
         turn_planes(stored, first, n, ordered, 0);
         data = ordered;
     }
-    for (int i = 0; i < n; i += LANES)
+    int i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        vint bits[2];
+        widen_upper(data + i, bits);
+        for (int k = 0; k < 2; k++)
+            store_all(out + i + k * LANES, (vfloat)bits[k]);
+    }
+    for (; i < n; i += LANES)
         store(out + i, decode_bf16(load_u16(data + i, lanes_left(n, i))), lanes_left(n, i));
     return out;
-}
-
-/* Writes back what `floats_of` gave. */
-static void write_param(const array *stored, int64_t first, int n, float *x)
-{
-    if (stored->type == FP32) {
-        if (stored->planes)
-            turn_planes(stored, first, n, x, 1);
-        return; /* else updated in place */
-    }
-    uint16_t ordered[TILE];
-    uint16_t *data = stored->planes ? ordered : (uint16_t *)(intptr_t)stored->data + first;
-    for (int i = 0; i < n; i += LANES)
-        store_16(data + i, round_to_bf16(load(x + i, lanes_left(n, i))), lanes_left(n, i));
-    if (stored->planes)
-        turn_planes(stored, first, n, ordered, 1);
 }
 
 /* The parameter's own 16 bits: in its memory, or gathered from planes into `ordered`. */
@@ -51,21 +42,86 @@ INLINE uint16_t *halves_of(const job_words *w, int64_t first, uint16_t *ordered)
     return w->param.planes ? ordered : (uint16_t *)(intptr_t)w->param.data + first;
 }
 
-/* Loops over vectors of a tile: `whole` for full ones, where loads and stores need no mask, `part` for the rest. */
-#define FOR_VECTORS(whole, part)                          \
-    do {                                                  \
-        int i = 0;                                        \
-        for (; i + LANES <= n; i += LANES) {              \
-            whole;                                        \
-        }                                                 \
-        if (i < n) {                                      \
-            const int count = n - i;                      \
-            part;                                         \
-        }                                                 \
-    } while (0)
+/* Weights of 16 bits with their low bits are read and written four vectors at once, which takes fewer instructions. `type`
+ * says what the low bits are, and is known to the compiler. */
+#define FOUR (4 * LANES)
 
-INLINE vfloat joined_16(vint half, vint low) { return (vfloat)((half << 16) + (low << 16 >> 16)); }
-INLINE vfloat joined_8(vint half, vint low) { return (vfloat)((half << 16) + (low << 24 >> 16)); }
+INLINE void join_four(int type, const uint16_t *half, const void *low, float *out)
+{
+    vint upper[4];
+    for (int k = 0; k < 4; k += 2)
+        widen_upper(half + k * LANES, upper + k);
+    for (int k = 0; k < 4; k++) {
+        const vint rest = type == REST8 ? widen_i8((const int8_t *)low + k * LANES) << 8
+                                        : widen_u16((const uint16_t *)low + k * LANES) << 16 >> 16;
+        store_all(out + k * LANES, (vfloat)(upper[k] + rest));
+    }
+}
+
+INLINE void split_four(int type, const float *x, vuint *sequence, uint16_t *half, void *low)
+{
+    vint bits[4];
+    for (int k = 0; k < 4; k++) {
+        bits[k] = weight_bits(load_all(x + k * LANES));
+        if (type == REST8) {
+            bits[k] += noise_of_rest8(*sequence);
+            *sequence = next_rest8_sequence(*sequence);
+        } else if (type == DITHERED) {
+            bits[k] = bits_of_dithered(bits[k], *sequence);
+            *sequence = next_sequence(*sequence);
+        } else if (!type) {
+            bits[k] = bits_of_nearest(bits[k]);
+        }
+    }
+    if (type == REST8)
+        store_second_bytes((int8_t *)low, bits); /* the remainder's bits are those of the number itself */
+    for (int k = 0; k < 4; k += 2) {
+        if (type == REST16)
+            store_lower((uint16_t *)low + k * LANES, bits + k);
+        if (type == REST16 || type == REST8) {
+            bits[k] = bits_of_half(bits[k]);
+            bits[k + 1] = bits_of_half(bits[k + 1]);
+        }
+        store_upper(half + k * LANES, bits + k);
+    }
+}
+
+INLINE int low_bytes(int type) { return type == REST16 ? 2 : type == REST8; }
+
+/* `out` has room for a whole tile, and so for what comes after the last number. */
+INLINE void join(int type, const uint16_t *half, const char *low, int n, float *out)
+{
+    const int each = low_bytes(type);
+    int i = 0;
+    for (; i + FOUR <= n; i += FOUR) {
+        for (int byte = 0; byte < FOUR * each; byte += LINE)
+            fetch(low + (i + FETCHED_AHEAD) * each + byte);
+        join_four(type, half + i, low + i * each, out + i);
+    }
+    if (i < n) {
+        uint16_t last[FOUR] = {0}, last_low[FOUR] = {0};
+        memcpy(last, half + i, (size_t)(n - i) * 2);
+        memcpy(last_low, low + i * each, (size_t)((n - i) * each));
+        join_four(type, last, last_low, out + i);
+    }
+}
+
+INLINE void split(int type, const float *x, int n, vuint sequence, uint16_t *half, char *low)
+{
+    const int each = low_bytes(type);
+    int i = 0;
+    for (; i + FOUR <= n; i += FOUR)
+        split_four(type, x + i, &sequence, half + i, low + i * each);
+    if (i < n) {
+        float numbers[FOUR] = {0};
+        uint16_t last[FOUR], last_low[FOUR];
+        memcpy(numbers, x + i, sizeof(float) * (size_t)(n - i));
+        split_four(type, numbers, &sequence, last, last_low);
+        memcpy(half + i, last, (size_t)(n - i) * 2);
+        if (each)
+            memcpy(low + i * each, last_low, (size_t)((n - i) * each));
+    }
+}
 
 /* The parameter in fp32, joined with its low bits if they are kept. */
 static float *weights_of(const job_words *w, int64_t first, int n, float *out)
@@ -76,75 +132,34 @@ static float *weights_of(const job_words *w, int64_t first, int n, float *out)
     const uint16_t *half = halves_of(w, first, ordered);
     if (w->param.planes)
         turn_planes(&w->param, first, n, ordered, 0);
-    if (w->w.type == REST16) {
-        const uint16_t *low = (const uint16_t *)(intptr_t)w->w.data + first;
-        FOR_VECTORS(fetch(low + i + FETCHED_AHEAD);
-                    store_all(out + i, joined_16(widen_u16(half + i), widen_u16(low + i))),
-                    store(out + i, joined_16(load_u16(half + i, count), load_u16(low + i, count)), count));
-    } else {
-        const uint8_t *low = (const uint8_t *)(intptr_t)w->w.data + first;
-        FOR_VECTORS(fetch(low + i + FETCHED_AHEAD);
-                    store_all(out + i, joined_8(widen_u16(half + i), widen_u8(low + i))),
-                    store(out + i, joined_8(load_u16(half + i, count), load_u8(low + i, count)), count));
-    }
+    const char *low = (const char *)(intptr_t)w->w.data;
+    if (w->w.type == REST16)
+        join(REST16, half, low + first * 2, n, out);
+    else
+        join(REST8, half, low + first, n, out);
     return out;
 }
-
-INLINE vint dithered(vfloat x, vuint *sequence)
-{
-    const vint bits = weight_bits(x) + noise(*sequence, BF16_DROPPED) + least_noise(BF16_DROPPED);
-    *sequence = next_sequence(*sequence);
-    return (vint)((vuint)bits >> BF16_DROPPED);
-}
-
-INLINE vint rounded_to_rest8(vfloat x, vuint *sequence)
-{
-    const vint bits = weight_bits(x) + noise_of_rest8(*sequence);
-    *sequence = next_sequence(*sequence);
-    return bits >> 8;
-}
-
-INLINE vint half_of(vint bits) { return (vint)((vuint)(bits + 0x8000) >> 16); }
-INLINE vint rest8_of(vint kept) { return kept << 24 >> 24; } /* the remainder's bits are those of the number itself */
 
 /* Writes back what `weights_of` gave. */
 static void write_weights(const job_words *w, int64_t first, int n, float *x)
 {
-    if (!w->w.type) {
-        write_param(&w->param, first, n, x);
-        return;
+    if (w->param.type == FP32) {
+        if (w->param.planes)
+            turn_planes(&w->param, first, n, x, 1);
+        return; /* else updated in place */
     }
     uint16_t ordered[TILE];
     uint16_t *half = halves_of(w, first, ordered);
-    vuint sequence = sequence_at((uint32_t)w->w_phase, first);
-    if (w->w.type == DITHERED) {
-        FOR_VECTORS(narrow_16(half + i, dithered(load_all(x + i), &sequence)),
-                    store_16(half + i, dithered(load(x + i, count), &sequence), count));
-    } else if (w->w.type == REST8) {
-        int8_t *low = (int8_t *)(intptr_t)w->w.data + first;
-        int i = 0;
-        for (; i + 4 * LANES <= n; i += 4 * LANES) { /* packing four vectors at once takes fewer instructions */
-            vint rest[4];
-            for (int k = 0; k < 4; k++) {
-                const vint kept = rounded_to_rest8(load_all(x + i + k * LANES), &sequence);
-                narrow_16(half + i + k * LANES, half_of(kept << 8));
-                rest[k] = rest8_of(kept);
-            }
-            store_four_i8(low + i, rest);
-        }
-        for (; i < n; i += LANES) {
-            const int count = lanes_left(n, i);
-            const vint kept = rounded_to_rest8(load(x + i, count), &sequence);
-            store_16(half + i, half_of(kept << 8), count);
-            store_i8(low + i, rest8_of(kept), count);
-        }
-    } else {
-        uint16_t *low = (uint16_t *)(intptr_t)w->w.data + first;
-        FOR_VECTORS(const vint bits = weight_bits(load_all(x + i)); narrow_16(half + i, half_of(bits));
-                    narrow_16(low + i, bits & 0xffff),
-                    const vint bits = weight_bits(load(x + i, count)); store_16(half + i, half_of(bits), count);
-                    store_16(low + i, bits & 0xffff, count));
-    }
+    char *low = (char *)(intptr_t)w->w.data;
+    const uint32_t phase = (uint32_t)w->w_phase;
+    if (w->w.type == REST16)
+        split(REST16, x, n, (vuint){0}, half, low + first * 2);
+    else if (w->w.type == REST8)
+        split(REST8, x, n, rest8_sequence_at(phase, first), half, low + first);
+    else if (w->w.type == DITHERED)
+        split(DITHERED, x, n, sequence_at(phase, first), half, NULL);
+    else
+        split(NO_ARRAY, x, n, (vuint){0}, half, NULL);
     if (w->param.planes)
         turn_planes(&w->param, first, n, ordered, 1);
 }

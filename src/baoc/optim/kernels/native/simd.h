@@ -53,8 +53,9 @@ INLINE vint with_others(vint x, int count, int32_t other)
 
 INLINE vfloat magnitude(vfloat x) { return (vfloat)((vint)x & 0x7fffffff); }
 
-/* Asks memory for a line of 64 bytes that is needed soon. It comes to the L2 cache, which can wait for far more lines at
- * once than L1. */
+#define LINE 64 /* bytes */
+
+/* Asks memory for a line that is needed soon. It comes to the L2 cache, which can wait for far more lines at once than L1. */
 INLINE void fetch(const void *line) { __builtin_prefetch(line, 0, 2); }
 
 /* Loads and stores of up to LANES elements; a partial one goes through a zeroed buffer. */
@@ -94,7 +95,8 @@ INLINE void store_all(float *to, vfloat x) { memcpy(to, &x, sizeof x); }
 /* fused_add is a * b + c and fused_subtract a * b - c, in one rounding where there is an instruction for it. Bytes are
  * narrowed with saturation; store_four takes four vectors at once, for fewer instructions, and no number below `least`.
  * signed_like negates where the other one has a sign (and may make zero of what it has a zero for). unless_zero is for
- * codes that have no sign. widen_small reads the numbers of two vectors as half precision would have them that keeps a
+ * codes that have no sign. widen_upper reads numbers of 16 bits as the upper halves of two vectors; store_upper and
+ * store_lower write those halves, and store_second_bytes bits 8 to 15 of four vectors. widen_small reads the numbers of two vectors as half precision would have them that keeps a
  * sign, three bits of exponent and four of the fraction. */
 #if defined(USE_AVX512)
 
@@ -128,6 +130,8 @@ INLINE void narrow_u8(uint8_t *to, vint x)
     _mm_storeu_si128((__m128i *)to, _mm512_cvtusepi32_epi8(_mm512_max_epi32((__m512i)x, _mm512_setzero_si512())));
 }
 
+#define LANE ((vint){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15})
+
 /* Packing works within quarters of a register: this puts their parts in order. */
 INLINE __m512i in_order(__m512i x)
 {
@@ -144,6 +148,32 @@ INLINE void store_four_u8(uint8_t *to, const vint *x, uint8_t least)
 {
     __m512i low = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]), high = _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]);
     _mm512_storeu_si512((void *)to, _mm512_max_epu8(in_order(_mm512_packus_epi16(low, high)), _mm512_set1_epi8((char)least)));
+}
+
+/* Words `first`, `first` + 2, ... of two vectors. */
+INLINE __m512i every_other(const vint *x, int first)
+{
+    __m512i place = _mm512_set1_epi32(0x00020000 + 0x00010001 * first);
+    place = _mm512_add_epi32(place, _mm512_mullo_epi32(_mm512_set1_epi32(0x00040004), (__m512i)LANE));
+    return _mm512_permutex2var_epi16((__m512i)x[0], place, (__m512i)x[1]);
+}
+
+INLINE void widen_upper(const uint16_t *from, vint *to)
+{
+    const __m512i both = _mm512_loadu_si512((const void *)from), place = _mm512_slli_epi32((__m512i)LANE, 16);
+    const __mmask32 upper = 0xaaaaaaaa;
+    to[0] = (vint)_mm512_maskz_permutexvar_epi16(upper, place, both);
+    to[1] = (vint)_mm512_maskz_permutexvar_epi16(upper, _mm512_add_epi32(place, _mm512_set1_epi32(LANES << 16)), both);
+}
+
+INLINE void store_upper(uint16_t *to, const vint *x) { _mm512_storeu_si512((void *)to, every_other(x, 1)); }
+INLINE void store_lower(uint16_t *to, const vint *x) { _mm512_storeu_si512((void *)to, every_other(x, 0)); }
+
+INLINE void store_second_bytes(int8_t *to, const vint *x)
+{
+    const __m512i low = _mm512_srli_epi16(every_other(x, 0), 8), high = _mm512_srli_epi16(every_other(x + 2, 0), 8);
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    _mm512_storeu_si512((void *)to, _mm512_permutexvar_epi64(order, _mm512_packus_epi16(low, high)));
 }
 
 INLINE void widen_small(const int8_t *from, vfloat *to)
@@ -304,6 +334,34 @@ INLINE void widen_small(const int8_t *from, vfloat *to)
     }
 }
 
+#endif
+
+#if !defined(USE_AVX512)
+INLINE void widen_upper(const uint16_t *from, vint *to)
+{
+    to[0] = widen_u16(from) << 16;
+    to[1] = widen_u16(from + LANES) << 16;
+}
+
+INLINE void store_upper(uint16_t *to, const vint *x)
+{
+    for (int k = 0; k < 2; k++)
+        narrow_16(to + k * LANES, (vint)((vuint)x[k] >> 16));
+}
+
+INLINE void store_lower(uint16_t *to, const vint *x)
+{
+    for (int k = 0; k < 2; k++)
+        narrow_16(to + k * LANES, x[k] & 0xffff);
+}
+
+INLINE void store_second_bytes(int8_t *to, const vint *x)
+{
+    vint byte[4];
+    for (int k = 0; k < 4; k++)
+        byte[k] = x[k] >> 8 & 0xff;
+    store_four_u8((uint8_t *)to, byte, 0);
+}
 #endif
 
 DEFINE_LOAD(load, vfloat, float, load_all)

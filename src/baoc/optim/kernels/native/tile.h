@@ -164,8 +164,6 @@ static void show_spikes(const float *g, float *p, int n)
 
 /* Memory is slow, and arithmetic that needs none of it can go on meanwhile: brings what comes after the tile, for four
  * vectors' worth of numbers. */
-#define LINE 64 /* bytes */
-
 INLINE void fetch_floats(uintptr_t ahead, int i)
 {
     for (int byte = 0; byte < 16 * LANES; byte += LINE)

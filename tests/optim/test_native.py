@@ -110,10 +110,13 @@ def test_native_equals_eager(configuration, isa):
 
 def _edge_of_a_factor(expected: Trained, found: Trained) -> bool:
     """A low-precision factor that took the next code moves a whole row or column; the next step starts from there."""
-    low = [
-        key for key, held in expected.buffers().items() if ".row" in key or ".col" in key if held.dtype != torch.float32
+    pairs = [
+        (held, found.buffers()[key])
+        for key, held in expected.buffers().items()
+        if (".row" in key or ".col" in key) and held.dtype != torch.float32
     ]
-    return any(not torch.equal(expected.buffers()[key], found.buffers()[key]) for key in low)
+    moved = [(int((one != other).sum()), one.numel()) for one, other in pairs]
+    return any(count for count, _ in moved) and all(count <= max(1, numel // 8) for count, numel in moved)
 
 
 def is_torchs_own(configuration: Configuration, shape: tuple[int, ...]) -> bool:

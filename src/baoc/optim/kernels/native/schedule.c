@@ -74,8 +74,13 @@ typedef struct {
     squares *sums;     /* one for each span, or stack */
 } scratch;
 
-/* Factors of more than one matrix: each stack has its own, so threads need not meet over them. */
-static int is_stack(const job_words *w) { return w->v.type == FACTORED && (w->outer > 1 || w->matrices > 1); }
+/* Factors of more than one matrix: each stack has its own, so threads need not meet over them. A single matrix counts as
+ * a stack if its factors are int8, since a group of them spans strips and has one exponent. */
+static int is_stack(const job_words *w)
+{
+    return w->v.type == FACTORED &&
+           (w->outer > 1 || w->matrices > 1 || w->v_row.type == INT8 || w->v_col.type == INT8);
+}
 
 static int64_t strip_count(const job_words *w) { return smaller(STRIPS, w->rows); }
 

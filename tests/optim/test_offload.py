@@ -38,7 +38,7 @@ from baoc import (
 from baoc.core.mechanisms import MECHANISMS
 from baoc.core.roles import role_of
 from baoc.optim import engine, groups
-from baoc.optim.staging import ALIGNMENT, Load, Pair, PlainLane, bucket_bytes, buckets
+from baoc.optim.staging import ALIGNMENT, BUFFERS, Load, Pair, PlainLane, aligned, bucket_bytes, buckets
 from baoc.optim.state import held_bytes
 from baoc.planners.placement import NoRoom, placed, plan_traffic, traffic
 from tests.cases import SHAPES, by_configuration, gradients
@@ -444,11 +444,13 @@ def test_copies_have_buffers_of_their_own(apart):
     named = parameters()
     optimizer = BlockOptimizer(named, plan="adamw-8", offload=True, offload_bucket=SMALL_BUCKET)
     steps(optimizer, named, 2)
+    rows = [param[:1].nbytes for _, param in named if param.dim()]
+    longest = max(2 * aligned(nbytes) for nbytes in rows)  # a row and its gradient are not cut
     for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert twin.metrics()["staging_bytes"] == 0 and twin.plan == optimizer.plan
         copied = [(name, param) for (name, _), param in zip(named, twin.param_groups[0]["params"])]
         steps(twin, copied, 1, seed=7)
-        assert 0 < twin.metrics()["staging_bytes"] <= 3 * 6 * SMALL_BUCKET
+        assert 0 < twin.metrics()["staging_bytes"] <= BUFFERS * max(SMALL_BUCKET, longest)
 
 
 # ---- what cannot be ----

@@ -143,11 +143,28 @@ class Action:
     do: Callable[[Run, Any], None]
     do_again: bool = True
     """Whether it can be done after it was done; if not, only after it was undone."""
+    recover: Callable[[Run, Any], None] = lambda run, given: None
+    """What a training script does after an interrupt, before it goes on."""
 
 
 def _later_checkpoint(run: Run) -> dict[str, Any]:
     other = Run(run.kind, run.steps + 2)
-    return copy.deepcopy(other.optimizer.state_dict())
+    return {"model": other.model.state_dict(), "optimizer": copy.deepcopy(other.optimizer.state_dict())}
+
+
+def _load(run: Run, saved: dict[str, Any]) -> None:
+    run.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    run.model.load_state_dict(saved["model"])
+
+
+def _give_weights(run: Run, saved: dict[str, Any]) -> None:
+    """Give the model the weights of its optimizer, which an interrupted load has either replaced as a whole or not."""
+    ages = [
+        [age for held in state.values() for key, age in held.items() if key.endswith(".age")]
+        for state in (run.optimizer.state_dict()["state"], saved["optimizer"]["state"])
+    ]
+    if ages[0] == ages[1]:
+        run.model.load_state_dict(saved["model"])
 
 
 def _smaller_plan(run: Run) -> Plan:
@@ -164,7 +181,7 @@ ACTIONS: dict[str, Action] = {
     "add_param_group": Action(lambda run: None, lambda run, _: run.add_group(), do_again=False),
     "step": Action(lambda run: None if run.kind.releases else run.gradients(), lambda run, _: _step(run)),
     "save": Action(lambda run: None, lambda run, _: _discard(run.optimizer.state_dict())),
-    "load": Action(_later_checkpoint, lambda run, saved: run.optimizer.load_state_dict(copy.deepcopy(saved))),
+    "load": Action(_later_checkpoint, _load, recover=_give_weights),
 }
 
 
@@ -191,6 +208,7 @@ def attempt(kind: Kind, action: Action, steps: int, draw: random.Random) -> str:
     with Interrupt(at=draw.randrange(max(1, counted.lines))) as interrupt:
         action.do(run, given)
     run.optimizer.zero_grad()  # forgets what an interrupted step has left
+    action.recover(run, given)
     try:
         _check(run)
         if action.do_again or len(run.optimizer.param_groups) == 1:

@@ -228,6 +228,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         if not self._guard.admits(jobs, members.ranks, late):
             return False
         self._watch.begin(members.all)
+        self._seen_weights = None  # of a step that is interrupted, none were seen
         flag = self._guard.flag
         suspects = {
             device: jobs[device] for device, kernel in kernel_of.items() if kernels.run(kernel, jobs[device], flag)

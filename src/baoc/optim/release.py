@@ -251,6 +251,7 @@ class ReleasedGradients:
         if graphs.is_capturing(job.param.device):
             raise RuntimeError("released gradients cannot be in a CUDA graph. Step after each replay instead.")
         step.taken.add(index)
+        self._optimizer._seen_weights = None  # of a step that is interrupted, none were seen
         if self._max_norm is not None:
             factor = self._clipping(step, index, job)
             if not factor.is_cpu or float(factor) != 1.0:  # a GPU must not wait to know

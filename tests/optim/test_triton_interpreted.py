@@ -21,7 +21,7 @@ from baoc.optim.kernels.job import Job, advance_ages
 from baoc.optim.kernels.triton.tables import Tiles
 from baoc.optim.kernels.triton.verify import HYPER, ExactRoots, Trial
 from baoc.optim.state import new_state
-from baoc.tools.selfcheck import shapes_for
+from baoc.tools.selfcheck import SHAPES
 from tests.cases import CONFIGURATIONS
 from tests.optim.triton_cases import (
     BF16,
@@ -33,6 +33,7 @@ from tests.optim.triton_cases import (
     is_exact,
     kernel,
     need_interpreter,
+    shapes_with_code,
     streams,
 )
 
@@ -46,10 +47,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
 def test_it_equals_eager(configuration):
-    """All tensors at once, in fp32 and in one mix with bf16. Every shape has Triton code."""
+    """All tensors at once, in fp32 and in one mix with bf16. All of it has Triton code."""
     pairs = [(FP32, FP32), [(BF16, BF16), (FP32, BF16)][CONFIGURATIONS.index(configuration) % 2]]
     for param_dtype, grad_dtype in pairs[: 1 if configuration.mechanism_name == "sinkhorn" else None]:
-        shapes = shapes_for(configuration)
+        shapes = shapes_with_code(configuration)
         expected, found = (Trial(configuration, shapes, param_dtype) for _ in range(2))
         for grads in streams(2, grad_dtype, shapes):
             with ExactRoots():
@@ -66,7 +67,7 @@ def test_it_equals_eager(configuration):
 )
 def test_weights_with_low_bits_equal_eager(configuration, weight):
     """Every configuration with one of the formats of slot ``w``, and one with all of them."""
-    spelled, shapes = configuration.with_weight(weight), shapes_for(configuration)[:3]
+    spelled, shapes = configuration.with_weight(weight), shapes_with_code(configuration)[:3]
     expected, found = (Trial(spelled, shapes, BF16) for _ in range(2))
     for grads in streams(2, BF16, shapes):
         with ExactRoots():
@@ -78,6 +79,18 @@ def test_weights_with_low_bits_equal_eager(configuration, weight):
     for ours, theirs in zip(_joined(found), _joined(expected)):
         apart = (ours - theirs).abs() > step * theirs.abs() + 1e-6
         assert apart.sum() <= apart.numel() // 1000
+
+
+@pytest.mark.parametrize("spelling", ["adamw[m=fp8,v=fp8]", "adamw[m=int4a,v=factored]", "muon[m=int4a]"])
+def test_what_has_no_code_is_left_to_the_other_kernel(spelling):
+    """The formats of small models. Other tensors of the same configuration are launched."""
+    shapes = [*SHAPES, (17, 320)]
+    expected, found = (Trial(parse(spelling), shapes) for _ in range(2))
+    for grads in streams(2, FP32, shapes):
+        with ExactRoots():
+            expected.step(EagerKernel(), grads)
+            found.step(kernel(EagerKernel), grads)
+    assert_equal(expected, found, is_exact(parse(spelling)))
 
 
 def _joined(trial: Trial) -> list[Tensor]:

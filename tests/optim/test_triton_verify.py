@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from baoc import BlockOptimizer
+from baoc import BlockOptimizer, parse
+from baoc.core.spec import Reach
 from baoc.optim import kernels
 from baoc.optim.kernels import graphs
 from baoc.optim.kernels.triton import verify
-from baoc.optim.kernels.triton.families import Family
+from baoc.optim.kernels.triton.families import Family, Form, form
 from baoc.optim.kernels.triton.verify import ExactRoots, Verifier
 from baoc.tools import selfcheck
 from tests.cases import gradients
@@ -39,12 +40,14 @@ PLANS += ["sinkhorn else adamw-8", "colnorm-8 else adamw-8", "muon-8 else adamw-
 BROKEN = [
     (update, "direction_of", "adamw-8", {"adam"}),
     (update, "noise_at", "adamw-8", {"adam"}),
-    (update, "store_nearest", "sgd", {"sgd"}),
+    (update, "store_weight", "sgd", {"sgd"}),
+    (update, "store_nearest", "muon-8 else sgd", {"ahead"}),
     (update, "mean_of_cols", "adamw[m=int8,v=factored]", {"adam"}),
     (sums, "_total", "colnorm-8 else adamw-8", {"ahead"}),
     (sums, "load_dense", "adafactor", {"adafactor"}),
     (update, "advanced_m", "muon-8 else sgd", {"ahead"}),
-    (update, "load_dense", "muon-8 else adamw-8", {"move", "adam"}),
+    (update, "load_dense", "muon-8 else adamw-8", {"move"}),
+    (update, "load_param", "muon-8 else adamw-8", {"move", "adam"}),
 ]
 
 
@@ -78,9 +81,9 @@ def break_function(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> N
     function = getattr(module, name)
 
     def wrong(*arguments: Any) -> Any:
-        if name == "store_nearest":
-            address, offset, mask, value, *rest = arguments
-            return function(address, offset, mask, value * 1.001, *rest)
+        if name in ("store_nearest", "store_weight"):
+            value_at = 4 if name == "store_weight" else 3
+            return function(*arguments[:value_at], arguments[value_at] * 1.001, *arguments[value_at + 1 :])
         result = function(*arguments)
         return result + 64 if name == "noise_at" else result * 1.001
 
@@ -124,6 +127,24 @@ def test_families_that_match_are_launched_and_verified_once(plan, verified, monk
         optimizer, _ = train(plan)
     assert set(launched) == set(verified) and len(set(verified)) == len(verified)
     assert not warnings(caplog) and optimizer.kernel == "triton on cpu: one launch for all tensors of a kind"
+
+
+@pytest.mark.parametrize("spelling", ["adamw[m=int4a,v=factored]", "muon[m=int4a]", "adamw-8"])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_the_family_that_is_asked_for_is_the_one_that_runs(spelling, aligned, monkeypatch):
+    """Also if only memory that is not aligned can be of the family: the rows of int4a are multiples of 64."""
+    launched: list[Family] = []
+    launch = launches.launch
+    monkeypatch.setattr(launches, "launch", lambda family, *rest: launched.append(family) or launch(family, *rest))
+    configuration, shape = parse(spelling), (64, 64)
+    layout = configuration.layout(shape)
+    for use in ("direction", "move") if layout.reach is Reach.MATRIX else ("step",):
+        found = form(layout, torch.Size(shape), torch.float32, torch.float32, use)
+        assert isinstance(found, Form)
+        family = found.family._replace(aligned=aligned)
+        launched.clear()
+        assert not verify.compare_family(family, configuration, (torch.float32, torch.float32), use, CPU)
+        assert set(launched) == {family}
 
 
 @by_broken

@@ -15,7 +15,7 @@ from baoc.core.spec import Reach
 from baoc.optim.kernels import triton as triton_kernels
 from baoc.optim.kernels.job import Job
 from baoc.optim.kernels.triton.verify import Trial
-from baoc.tools.selfcheck import SHAPES
+from baoc.tools.selfcheck import SHAPES, shapes_for
 from tests.cases import gradients
 
 CPU = torch.device("cpu")
@@ -43,6 +43,14 @@ class Shard(Whole):
 
     def __init__(self, first_row: int, rows: int) -> None:
         self.first_row, self.rows = first_row, rows
+
+
+def shapes_with_code(configuration: Configuration) -> list[tuple[int, ...]]:
+    """Shapes with Triton code, all of them. Formats of small models have it where they are int8, int4 or bf16."""
+    codecs = {codec for _, codec in configuration.codec_names}
+    if "fp8" in codecs:
+        return [shape for shape in SHAPES if len(shape) == 2]
+    return [(17, 320), (4100,), (7,)] if "int4a" in codecs else shapes_for(configuration)
 
 
 def kernel(other: Any = Refusing) -> triton_kernels.TritonKernel:

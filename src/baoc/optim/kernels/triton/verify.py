@@ -37,12 +37,12 @@ HYPER = Hyper(lr=0.1, weight_decay=0.1)
 
 _STEPS = 2  # the first one reads zeros as state
 # Each kind of state format, aligned and not: long rows, rows too short for int4, rows too short for int8, large
-# vectors; then small matrices and vectors, which have fp32 state.
+# vectors, rows of whole groups of int4; then small matrices and vectors, which have fp32 state.
 _SHAPES = (
-    *((17, 272), (17, 273), (264, 16), (457, 9), (2064, 2), (1371, 3), (4112,), (4111,)),
+    *((17, 272), (17, 273), (264, 16), (457, 9), (2064, 2), (1371, 3), (4112,), (4111,), (17, 320)),
     *((3, 48), (3, 7), (48,), (7,)),
 )
-_SHAPES_OF_SUMS = ((144, 272), (145, 273), *_SHAPES)  # large enough for several programs per sum
+_SHAPES_OF_SUMS = ((144, 272), (145, 273), (144, 320), *_SHAPES)  # large enough for several programs per sum
 _CODES_APART = 1e-3  # share of elements that may differ if sums have another order
 _PRODUCTS_APART = 0.05  # of the norm of a matrix's movement
 _CPU = torch.device("cpu")
@@ -151,7 +151,7 @@ def compare_family(
     """
     shapes = [small_shape(family, configuration, dtypes, use)]
     start, expected = (Trial(configuration, shapes, dtypes[0]) for _ in range(2))
-    found = Trial(configuration, shapes, dtypes[0], device)
+    found = Trial(configuration, shapes, dtypes[0], device, aligned=family.aligned)
     kernel = TritonKernel(device, EagerKernel)
     for step in range(_STEPS):
         grads = [gradient(shape, step).to(dtypes[1]) for shape in shapes]
@@ -166,13 +166,17 @@ def small_shape(
 ) -> tuple[int, ...]:
     """Return the shape of a small tensor of a family.
 
+    Some formats always have rows that can be aligned. Their tensors are of a family without alignment if their memory
+    is not aligned.
+
     Raises:
         LookupError: No small tensor of the configuration is of this family.
     """
-    for shape in _SHAPES_OF_SUMS if family.sums else _SHAPES:
-        small = form(configuration.layout(shape), torch.Size(shape), *dtypes, use)
-        if isinstance(small, Form) and small.family == family:
-            return shape
+    for wanted in dict.fromkeys((family, family._replace(aligned=True))):
+        for shape in _SHAPES_OF_SUMS if family.sums else _SHAPES:
+            small = form(configuration.layout(shape), torch.Size(shape), *dtypes, use)
+            if isinstance(small, Form) and small.family == wanted:
+                return shape
     raise LookupError(f"no small tensor of {configuration} is of the family {family}")
 
 
@@ -184,6 +188,7 @@ class Trial:
         shapes: The shapes of the parameters.
         dtype: The dtype of the parameters.
         device: The device of parameters and state.
+        aligned: Whether the memory of parameters and directions allows vector loads.
     """
 
     def __init__(
@@ -192,10 +197,14 @@ class Trial:
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype = torch.float32,
         device: torch.device = _CPU,
+        *,
+        aligned: bool = True,
     ) -> None:
         self.layouts = [configuration.layout(shape) for shape in shapes]
         self.params = [_normal(shape, seed).to(device, dtype) for seed, shape in enumerate(shapes, 100)]
         self.directions = [_normal(shape, seed).to(device) for seed, shape in enumerate(shapes, 200)]
+        if not aligned:
+            self.params, self.directions = list(map(_shifted, self.params)), list(map(_shifted, self.directions))
         self.states = [new_state(layout, device) for layout in self.layouts]
 
     def step(self, kernel: Any, grads: Sequence[Tensor], *, maximize: bool = False, use: Use = "step") -> None:
@@ -282,6 +291,11 @@ def gradient(shape: tuple[int, ...], step: int) -> Tensor:
     grad = _normal(shape, step) * torch.logspace(-3, 1, shape[-1], dtype=torch.float32, device=_CPU)
     grad.view(-1)[step % 7 :: 7] = 0
     return grad
+
+
+def _shifted(tensor: Tensor) -> Tensor:
+    """Return a copy whose memory begins one element later than that of new tensors."""
+    return torch.cat([tensor.new_zeros(1), tensor.reshape(-1)])[1:].view(tensor.shape)
 
 
 def _normal(shape: Iterable[int], seed: int) -> Tensor:

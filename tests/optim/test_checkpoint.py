@@ -98,6 +98,7 @@ def test_codes_and_exponents_keep_their_dtype_under_bf16_parameters():
         "m.exponents": torch.uint8,
         "v.codes": torch.uint8,
         "v.exponents": torch.uint8,
+        "w": torch.int8,
     }
 
 

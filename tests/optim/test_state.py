@@ -109,6 +109,31 @@ def test_a_model_may_change_before_it_trains(configuration, change):
     assert len(optimizer.state_dict()["state"]) == len(fresh.state_dict()["state"])
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("is_set_later", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [None, "adamw-8", "sgd", baoc.Plan.uniform("adamw-8", shapes(Net()))],
+    ids=["default", "adamw-8", "sgd", "plan"],
+)
+def test_low_bits_of_a_cast_are_those_of_a_model_in_16_bits(given, is_set_later, steps):
+    """A configuration then has ``w=8``, and a ``Plan`` keeps its bytes. A cast in training starts with none of them."""
+    model = Net()
+    other = "sgdm-8" if isinstance(given, baoc.Plan) else baoc.Plan.uniform("sgdm-8", shapes(model))
+    optimizer = BlockOptimizer(model, plan=other if is_set_later else given)
+    if is_set_later:
+        optimizer.set_plan(given or "adamw-32")
+    train(model, optimizer, range(steps))
+    assert not any(block.configuration.weight for block in optimizer.plan.blocks)
+    model, optimizer = copy.deepcopy((model, optimizer))
+    model.bfloat16()
+    train(model, optimizer, range(2))
+    expected = "sr" if isinstance(given, baoc.Plan) else "8"
+    assert {block.configuration.weight for block in optimizer.plan.blocks} == {expected}
+    assert state_bytes(optimizer) == optimizer.plan.state_bytes
+    assert {state["w.age"] for state in optimizer.state.values()} == {2}
+
+
 def test_a_model_on_meta_may_move_to_a_device():
     with torch.device("meta"):
         model = Net()

@@ -209,7 +209,7 @@ def allocate(members: Iterable[Member], state: dict[Any, ParamState]) -> None:
     left = [key for key in state if isinstance(key, Tensor) and id(key) not in known]
     state.update(new)
     for member in members:  # a model that was cast while it trains has other low bits than before
-        if state.get(member.param) and member.param not in new:
+        if member.param in state and member.param not in new:
             _follow_dtype(member, state[member.param])
     for key in left:
         if is_fresh(state[key]):

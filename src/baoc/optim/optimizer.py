@@ -17,7 +17,7 @@ from baoc.core.mechanisms import known_settings
 from baoc.core.plan import Plan
 from baoc.core.roles import Role, role_of, roles_of
 from baoc.core.sharding import place_of, rows_per_rank
-from baoc.core.spec import DEFAULT_BETAS, LOW_PRECISION, SMALLEST_WEIGHT, Shape, real_shape
+from baoc.core.spec import DEFAULT_BETAS, DEFAULT_WEIGHT, LOW_PRECISION, SMALLEST_WEIGHT, Shape, real_shape
 from baoc.core.splits import Request, Splits, matched
 from baoc.core.text import check_names, one_line
 from baoc.optim import checkpoint, groups, kernels, low_bits, migrate
@@ -85,6 +85,7 @@ class BlockOptimizer(torch.optim.Optimizer):
     _seen_weights: low_bits.Sight | None = None  # after the last step
     _expected_weights: tuple[int, ...] = ()  # fingerprints of the weights that loaded low bits belong to
     _splits: Splits  # by name or pattern
+    _weight: str  # slot w of parameters that are cast to 16 bits from now on
 
     def __init__(
         self,
@@ -130,7 +131,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         if plan is not None:
             groups.refuse_idle(chosen, settings)
         chosen = chosen.with_low_bits(self._low_precision(), SMALLEST_WEIGHT)
-        self._install_plan(chosen if offload is None else chosen.offloaded(host=offload))
+        weight = _weight_of_casts(self._default if plan is None else plan)
+        self._install_plan(chosen if offload is None else chosen.offloaded(host=offload), weight)
 
     def _setup(
         self,
@@ -168,6 +170,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._roles = roles_of(params) if isinstance(params, nn.Module) else {}
         self._splits, self._splits_given = requested(split, params), split is not None
         self._plan = Plan(())
+        self._weight = SMALLEST_WEIGHT
         self._plan_given = self._is_planned = False
         self._steps = 0  # made since construction or load
         self._members: Members | None = None
@@ -405,7 +408,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._finish_change()
         own = ("_engine", "_offload", "_guard", "_watch", "_plan_given", "_is_planned", "_default", "_plan", "_roles")
         return super().__getstate__() | {
-            name: self.__dict__[name] for name in (*own, "_splits", "_splits_given", "_steps")
+            name: self.__dict__[name] for name in (*own, "_splits", "_splits_given", "_steps", "_weight")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -420,10 +423,11 @@ class BlockOptimizer(torch.optim.Optimizer):
         rows = self._rows_per_rank()
         return self._plan if self._plan.rows == rows else dataclasses.replace(self._plan, rows=rows)
 
-    def _install_plan(self, plan: Plan) -> None:
+    def _install_plan(self, plan: Plan, weight: str = SMALLEST_WEIGHT) -> None:
         """Set the first plan and allocate the state of every trainable parameter."""
         groups.refuse_offloading(self.members(), plan)
-        self.__dict__.update(_plan=plan, _is_planned=True, _members=None)
+        Members(self.param_groups, plan)  # refuses slot w of fp32 parameters, which a cast would drop
+        self.__dict__.update(_plan=plan, _weight=weight, _is_planned=True, _members=None)
         low_bits.warn_of_lost_updates(self.members())
 
     def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
@@ -446,23 +450,26 @@ class BlockOptimizer(torch.optim.Optimizer):
             >>> optimizer.plan.state_bytes
             4416
         """
+        weight = _weight_of_casts(plan)
         if not isinstance(plan, Plan):
             shapes = self._shapes()
             roles = self._roles_of(shapes)
             Plan.refuse_unsuited(parse(plan), shapes, roles)
             plan = Plan.uniform(plan, shapes, roles, self._dtypes()).offloaded(host=bool(self._offload))
             plan = plan.split(self._splits)
-        self._change_plan(plan, inherit=inherit)
+        self._change_plan(plan, weight, inherit=inherit)
 
     @torch.no_grad()
-    def _change_plan(self, plan: Plan, *, inherit: bool, attempt: migrate.Attempt = migrate.alone) -> None:
+    def _change_plan(
+        self, plan: Plan, weight: str = SMALLEST_WEIGHT, *, inherit: bool, attempt: migrate.Attempt = migrate.alone
+    ) -> None:
         """Convert all state to a plan. ``attempt`` calls what may fail for lack of memory and asks no other rank."""
         self.synchronize()
         members = self.members()
         plan.check(self._shapes())
         plan = plan.with_low_bits(self._low_precision(), SMALLEST_WEIGHT)
         groups.refuse_offloading(members, plan)
-        has_stepped = self._steps > 0
+        has_stepped, self._weight = self._steps > 0, weight
         # ranks that share a parameter communicate in here
         begin = migrate.alone if any(member.place.ranks for member in members) else attempt
         self._change = begin(
@@ -529,8 +536,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             kept = groups.restricted(self._plan, {name: real_shape(param) for name, param in named.items()})
             self._plan = self._extended(kept, len(self.param_groups) - 1, self._default, new)
         narrow = {name for name, param in named.items() if param.dtype in LOW_PRECISION}
-        if self._members is not None:  # the model may have been cast: its plan follows
-            self._plan = self._plan.without_low_bits(named.keys() - narrow).with_low_bits(narrow, SMALLEST_WEIGHT)
+        if self._is_planned or self._members is not None:  # the model may have been cast: its plan follows
+            self._plan = self._plan.without_low_bits(named.keys() - narrow).with_low_bits(narrow, self._weight)
 
     def _rename(self, names: Mapping[str, str]) -> None:
         """Follow parameters without names, which are called by their positions, when others leave before them.
@@ -608,3 +615,8 @@ class BlockOptimizer(torch.optim.Optimizer):
             numbers = [f"{key}: {value}" for key, value in shown.items() if usual.get(key, self) != value]
             lines.append(f"Parameter Group {index}: {len(group['params'])} tensors, {', '.join(numbers)}")
         return "\n".join([*lines, ")"])
+
+
+def _weight_of_casts(plan: Plan | Configuration | str) -> str:
+    """Return slot ``w`` of parameters that are cast to 16 bits after a plan was set: as if they were before."""
+    return SMALLEST_WEIGHT if isinstance(plan, Plan) else parse(plan).weight or DEFAULT_WEIGHT

@@ -175,6 +175,22 @@ def test_low_bits_without_their_weights_are_refused():
     assert_weights(baoc.fp32_state_dict(other, resumed), baoc.fp32_state_dict(model, optimizer))
 
 
+def test_a_checkpoint_saved_before_the_weights_are_loaded_belongs_to_those_weights():
+    model = baoc.to_low_precision(net())
+    optimizer = build(model)
+    train(model, optimizer, range(3))
+    between = build(baoc.to_low_precision(net(1)))
+    between.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    saved_again = copy.deepcopy(between.state_dict())
+    other = baoc.to_low_precision(net(1))
+    resumed = build(other)
+    resumed.load_state_dict(saved_again)
+    with pytest.raises(RuntimeError, match="low bits"):
+        train(other, resumed, range(1))
+    other.load_state_dict(model.state_dict())
+    train(other, resumed, range(3, 5))
+
+
 def test_weights_without_their_low_bits_are_refused():
     model = baoc.to_low_precision(net())
     optimizer = build(model)

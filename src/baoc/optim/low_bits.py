@@ -365,9 +365,14 @@ def _fingerprint(member: Member) -> int:
     return zlib.crc32(row.numpy().tobytes()) or 1
 
 
-def text(members: Sequence[Member]) -> str:
-    """Return the fingerprints for a checkpoint; empty without low bits."""
-    found = fingerprints(members)
+def text(members: Sequence[Member], expected: Sequence[int] = ()) -> str:
+    """Return the fingerprints for a checkpoint; empty without low bits.
+
+    Args:
+        members: the parameters.
+        expected: fingerprints of the weights that loaded low bits belong to, while these may still have to be loaded.
+    """
+    found = list(expected or fingerprints(members))
     return json.dumps(found) if any(found) else ""
 
 

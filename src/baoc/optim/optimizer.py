@@ -333,7 +333,8 @@ class BlockOptimizer(torch.optim.Optimizer):
         finally:
             self.state = everything
         checkpoint.write_plan(packed["param_groups"], plan)
-        checkpoint.write(packed["param_groups"], checkpoint.WEIGHTS, low_bits.text(self.members()))
+        weights = low_bits.text(self.members(), self._expected_weights)
+        checkpoint.write(packed["param_groups"], checkpoint.WEIGHTS, weights)
         if self._release is not None:
             checkpoint.write(packed["param_groups"], checkpoint.NORMS, self._release.text())
         for key in (key for group in packed["param_groups"] for key in group["params"]):

@@ -200,7 +200,7 @@ def test_a_damaged_split_is_refused(change, says):
     with pytest.raises(PlanError, match=says):
         Plan.from_json(json.dumps(content))
     content["blocks"][0]["splits"] = {"kqv": {"sizes": [96]}}
-    with pytest.raises(PlanError, match="'kqv', which is none of its parameters"):
+    with pytest.raises(PlanError, match="'kqv', but has no parameter of that name"):
         Plan.from_json(json.dumps(content))
 
 

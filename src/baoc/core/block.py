@@ -138,7 +138,7 @@ class Block:
             splits = {name: Split.from_plain(split) for name, split in entry.get("splits", {}).items()}
             stray = next((name for name in splits if name not in entry["parameters"]), None)
             if stray is not None:
-                raise ValueError(f"it splits {stray!r}, which is none of its parameters.")
+                raise ValueError(f"it splits {stray!r}, but has no parameter of that name.")
             return cls(
                 name=str(entry["name"]),
                 configuration=parse(entry["configuration"]),

@@ -76,7 +76,7 @@ class EffectPlanner:
         True
     """
 
-    time: float = 2.0
+    time: float = 1.1
     regime: str = AUTO
     table: str | None = None
     tolerance: float = 0.2

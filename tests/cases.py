@@ -21,11 +21,13 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     parse("adamw[m=bf16a,v=bf16a]"),
     parse("adamw[m=fp8,v=fp8]"),
     parse("adamw[m=int4a,v=factored]"),
+    parse("adamw[m=int4a,v=log4]"),
+    parse("adamw[m=int4a,v=int8a]"),
     parse("muon[m=int4a]"),
 )
 
 NATIVE: tuple[Configuration, ...] = tuple(
-    each for each in CONFIGURATIONS if not {"fp8", "int4a"} & {codec for _, codec in each.codec_names}
+    each for each in CONFIGURATIONS if not {"fp8", "int4a", "log4"} & {codec for _, codec in each.codec_names}
 )
 """Those that C code runs in full."""
 

@@ -99,7 +99,8 @@ def test_zeros_are_stored_exactly(codec, slot):
 def test_rounding_is_right_on_average(codec, slot):
     """Over 500 steps every element's mean is within 2% of a code, where one rounding is off by up to a whole one."""
     # so near to a code that 500 steps may not leave it; codes of fp8 are far apart where they are large
-    rarely = 2e-3 if codec.bits < 8 or codec.name == "fp8" else 1e-4
+    # and so are powers of two
+    rarely = 8e-3 if codec.name == "log4" else 2e-3 if codec.bits < 8 or codec.name == "fp8" else 1e-4
     stored, held = allocate(codec, slot, (16, 512))
     value = torch.randn(16, 512) if slot.signed else torch.randn(16, 512).square()
     rows = slice(0, 16)

@@ -12,7 +12,7 @@ from baoc import BlockOptimizer, parse, state_bytes
 from baoc.core.spec import SMALL_NUMEL
 from tests.cases import SHAPES, by_configuration, by_shape, gradients, train, trained
 
-ANY_SIZE = ("bf16a", "int8a", "fp8", "int4a")
+ANY_SIZE = ("bf16a", "int8a", "fp8", "int4a", "log4")
 """Codecs that do not keep small tensors in fp32."""
 
 

@@ -17,14 +17,14 @@ from baoc.core.codecs.factored import (
     RowMeanFormat,
 )
 from baoc.core.codecs.quantized import Int4, Int4Format, Int8, Int8Any, Int8Format
-from baoc.core.codecs.small import FP8, BF16Any, FP8Format, Int4Any, ShortInt4Format
+from baoc.core.codecs.small import FP8, BF16Any, FP8Format, Int4Any, Log4, Log4Format, ShortInt4Format
 from baoc.core.codecs.weights import Nearest, Rest8, Rest16, Stochastic, WeightFormat
 
 CODECS: dict[str, Codec] = {
     codec.name: codec
     for codec in (
         *(FP32(), BF16(), Int8(), Int8Any(), Int4(), Factored(), FactoredBF16(), FactoredInt8(), RowMean(), ColMean()),
-        *(BF16Any(), FP8(), Int4Any()),
+        *(BF16Any(), FP8(), Int4Any(), Log4()),
         *(MatrixMean(), Rest16(), Rest8(), Stochastic(), Nearest()),
     )
 }
@@ -42,6 +42,7 @@ __all__ = [
     "Held",
     "Int4Format",
     "Int8Format",
+    "Log4Format",
     "MatrixMeanFormat",
     "MeanFormat",
     "RowMeanFormat",

@@ -241,13 +241,9 @@ class Int4Format(Format):
         return codes, Buffer("scales", (rows, groups), self.scale_dtype)
 
     def decode(self, held: Held, rows: slice) -> Tensor:
-        packed = held["codes"][rows]
-        height = packed.shape[0]
-        halves = packed.view(height, -(-self.row // self.group), 1, self.group // 2)
-        codes = torch.cat((halves & 15, halves >> 4), 2).flatten(2).float() - INT4_ZERO  # (rows, groups, group)
         scales = held["scales"][rows].float().unsqueeze(-1)
-        value = codes * (1.0 / INT4_TOP) * scales  # in this order the top code is the scale
-        return value.flatten(1)[:, : self.row].view(height, *self.shape[1:])
+        value = self._level(self._nibbles(held, rows)) * scales  # (rows, groups, group)
+        return value.flatten(1)[:, : self.row].view(-1, *self.shape[1:])
 
     def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
         x = self._grouped(value)  # (rows, groups, group)
@@ -260,10 +256,23 @@ class Int4Format(Format):
             noise = torch.where(self._grouped(rounding.idle), torch.minimum(noise, most), noise)
         code = level.floor()
         code = self._settled(code + ((level - code) * NOISE_ONE + noise >= NOISE_ONE), x.abs() == top, scales)
-        nibbles = (torch.where(x < 0, -code, code) + INT4_ZERO).to(torch.uint8)
-        low, high = nibbles.tensor_split(2, -1)  # (rows, groups, group / 2)
+        self._store(held, rows, torch.where(x < 0, -code, code) + INT4_ZERO, scales)
+
+    def _nibbles(self, held: Held, rows: slice) -> Tensor:
+        """Return the stored codes in [0, 15], uint8, shape ``(rows, groups, group)``."""
+        packed = held["codes"][rows]
+        halves = packed.view(packed.shape[0], -(-self.row // self.group), 1, self.group // 2)
+        return torch.cat((halves & 15, halves >> 4), 2).flatten(2)
+
+    def _store(self, held: Held, rows: slice, nibbles: Tensor, scales: Tensor) -> None:
+        """Store codes in [0, 15], shape ``(rows, groups, group)``, and scales, shape ``(rows, groups, 1)``."""
+        low, high = nibbles.to(torch.uint8).tensor_split(2, -1)  # (rows, groups, group / 2)
         held["codes"][rows].copy_((low | high << 4).flatten(1))
         held["scales"][rows].copy_(scales.squeeze(-1))
+
+    def _level(self, nibbles: Tensor) -> Tensor:
+        """Return what codes stand for, as a share of the scale: exactly 1 for the top code."""
+        return (nibbles.float() - INT4_ZERO) * (1.0 / INT4_TOP)
 
     def _scales(self, top: Tensor, noise: Tensor) -> Tensor:
         """Return the scales of groups, in fp32, from their largest magnitudes."""
@@ -282,8 +291,7 @@ class Int4Format(Format):
         return None if bool((scales.isfinite() & (scales >= 0)).all()) else "scales that are not finite numbers >= 0"
 
     def underflowed(self, held: Held, rows: slice) -> Tensor:
-        halves = held["codes"][rows].view(rows.stop - rows.start, -(-self.row // self.group), self.group // 2)
-        used = ((halves & 15) != INT4_ZERO).sum(-1) + ((halves >> 4) != INT4_ZERO).sum(-1)
+        used = (self._nibbles(held, rows) != INT4_ZERO).sum(-1)
         return (held["scales"][rows] > 0) & (used > 0) & (used * SPARSE <= self.group)
 
     def graph_key(self) -> Hashable:

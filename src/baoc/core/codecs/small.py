@@ -13,6 +13,12 @@ dithered: averages over steps are right.
 
 **int4a.** As int4, but groups have at most 32 elements and end with their row, and a scale is a bf16 number. It is
 dithered as well, and the largest element of a group always has the top code.
+
+**log4.** For a second moment: an element is zero or one of 15 powers of two, counted down from the largest element of
+its group, so each element keeps a second moment of its own where a factored one costs something
+(`docs/results/zoo.md`). Groups have at most 64 elements and end with their row. The scale is the largest element, not
+a power of two: when all elements decay alike, the scale does, and codes stay as they are. Smaller elements have the
+smallest code, because a smaller one would divide a momentum by next to nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ from baoc.core.codecs.quantized import (
     INT4_GROUP,
     INT4_SMALLEST_SCALE,
     INT4_TOP,
+    MANTISSA,
     Grid,
     Int4,
     Int4Format,
@@ -45,6 +52,8 @@ MIN_SHORT_ROW = 4
 
 _SIGNED, _UNSIGNED = Grid(mantissa=2, count=128), Grid(mantissa=2, count=256)
 _TOP_SIGNED, _TOP_UNSIGNED = 127 + 6, 127 + 13  # biased exponents of the last octave
+LOG4_GROUP = 64
+_LOG4_TOP, _BIAS = 15, 127
 _BF16_MOST = torch.finfo(torch.bfloat16).max
 _NOISE = 16  # bits
 _SHUFFLE = 0x9E37  # odd, so that multiples of it modulo 2^16 are a permutation
@@ -110,16 +119,59 @@ class ShortInt4Format(Int4Format):
         return min(SHORT_GROUP, self.row + self.row % 2)
 
     def _scales(self, top: Tensor, noise: Tensor) -> Tensor:
-        # As in BF16Format: noise carries from the lower half of the bits into the upper half with the right frequency.
-        # It is shuffled, because the first element of the group rounds with it too.
-        bits = top.clamp(min=INT4_SMALLEST_SCALE).view(torch.int32)
-        dithered = ((bits + (noise * _SHUFFLE & 0xFFFF)) & -0x10000).view(torch.float32)
-        return dithered.clamp(max=_BF16_MOST) * (top > 0)
+        return dithered_scales(top, noise)
 
     def _settled(self, code: Tensor, is_top: Tensor, scales: Tensor) -> Tensor:
         # Storing a decoded group again must find the same scale, so one element has to be as large as it.
         code = code.clamp(max=INT4_TOP)
         return torch.where(is_top & (scales > INT4_SMALLEST_SCALE), INT4_TOP, code)
+
+
+@dataclass(frozen=True)
+class Log4Format(Int4Format):
+    """Two codes per byte and one bf16 scale per group of up to 64, which ends with its row."""
+
+    scale_dtype = torch.bfloat16
+
+    @property
+    def group(self) -> int:
+        groups = -(-self.row // LOG4_GROUP)
+        return -(-self.row // (2 * groups)) * 2 if groups else 2  # of equal size, so that little is padded
+
+    def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
+        x = self._grouped(value)  # (rows, groups, group)
+        noise = self._grouped(rounding.noise(rows.start, tuple(value.shape), value.device))
+        top = x.amax(-1, keepdim=True)
+        scales = dithered_scales(top, noise[..., :1])
+        # mantissas count linearly from one power of two to the next, so noise carries with the right frequency
+        share = (x / scales.clamp(min=INT4_SMALLEST_SCALE)).clamp(max=1.0).view(torch.int32)
+        code = ((share + (noise << (MANTISSA - _NOISE))) >> MANTISSA) + _LOG4_TOP - _BIAS
+        # Storing a decoded group again must find the same scale, so one element has to be as large as it.
+        code = torch.where(x == top, _LOG4_TOP, code.clamp(1, _LOG4_TOP))
+        self._store(held, rows, torch.where(x > 0, code, 0), scales)
+
+    def _level(self, nibbles: Tensor) -> Tensor:
+        sizes = ((nibbles.int() - _LOG4_TOP + _BIAS) << MANTISSA).view(torch.float32)
+        return torch.where(nibbles > 0, sizes, 0.0)
+
+    def underflowed(self, held: Held, rows: slice) -> Tensor:
+        codes = self._nibbles(held, rows)
+        return (codes == 1).sum(-1) * 2 > (codes > 0).sum(-1)  # the smallest code stands for all smaller numbers
+
+
+def dithered_scales(top: Tensor, noise: Tensor) -> Tensor:
+    """Return the scales of groups as numbers that bf16 can hold, in fp32.
+
+    As in :class:`BF16Format`, noise carries from the lower half of the bits into the upper half with the right
+    frequency. It is shuffled, because the first element of the group rounds with it too.
+
+    Args:
+        top: largest magnitudes of groups.
+        noise: of each group's first element.
+    """
+    bits = top.clamp(min=INT4_SMALLEST_SCALE).view(torch.int32)
+    dithered = ((bits + (noise * _SHUFFLE & 0xFFFF)) & -0x10000).view(torch.float32)
+    return dithered.clamp(max=_BF16_MOST) * (top > 0)
 
 
 class BF16Any(BF16):
@@ -152,3 +204,17 @@ class Int4Any(Int4):
             return BF16Format(slot, shape, rows)
         is_grouped = math.prod(shape) >= SMALL_NUMEL and math.prod(shape[1:]) % INT4_GROUP == 0
         return (Int4Format if is_grouped else ShortInt4Format)(slot, shape, rows)
+
+
+class Log4(Codec):
+    """4 bits per element of a second moment in matrices of any size. Vectors and short rows are stored as fp8."""
+
+    name = "log4"
+    bits = 4
+
+    def at(self, shape: Shape, slot: Slot, rows: int | None = None) -> Format:
+        is_short = len(shape) < 2 or math.prod(shape[1:]) < MIN_SHORT_ROW
+        return (FP8Format if is_short else Log4Format)(slot, shape, rows)
+
+    def refusal(self, slot: Slot) -> str | None:
+        return f"it stores powers of two, and {slot.name!r} has signs" if slot.signed else None

@@ -344,8 +344,11 @@ def test_frontier_of_a_model_shows_predicted_losses(run: Any):
 
 def test_frontier_of_a_plan_is_that_of_its_model_and_a_report_agrees(saved: Path, run: Any):
     run("plan", "vit", "--memory", "25%", "-o", "of_a_model.json")
+    # a plan knows only the splits that its rules use, so times may differ, and the limit must not matter here
+    unlimited = [json.loads(run("frontier", name, "--time", "inf", "--json")[1]) for name in ("of_a_model.json", "vit")]
+    of_plan, of_model = [[(p["state_bytes"], p["risk"]) for p in each["points"]] for each in unlimited]
+    assert of_plan == of_model
     content = json.loads(run("frontier", "of_a_model.json", "--json")[1])
-    assert content["points"] == json.loads(run("frontier", "vit", "--json")[1])["points"]
     page = explorer.content(explorer.Sources("vit", plans={"a": Plan.load(saved / "of_a_model.json")}))
     at = content["points"][content["knee"]]
     assert page["frontier"][0]["bytes"] == content["points"][0]["state_bytes"]

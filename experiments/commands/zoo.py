@@ -39,7 +39,7 @@ def register(commands: common.Commands) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="such as adamw-8: also train each task with it on all weights, with one seed; repeatable",
+        help="such as adamw-8: also train each task with it on all weights; repeatable",
     )
     parser.add_argument("--best-lr-only", action="store_true", help="leave out a third and three times of the best lr")
     parser.add_argument("--seeds", metavar="N", type=count, default=3, help="how many (default: %(default)s)")

@@ -13,15 +13,16 @@ from baoc.core.text import human_count
 from experiments.runs import Row, markdown
 from experiments.runs.page import estimate
 from experiments.zoo.results import PERCENT, RATIO, Comparison, Results
-from experiments.zoo.running import BESIDE, BUDGETS
+from experiments.zoo.running import BESIDE, BUDGETS, CONFIRMED
 from experiments.zoo.task import Task
 from experiments.zoo.training import BUDGETED, EVALUATIONS, FACTOR, FLOOR, REFERENCE, mean
 
 ABOUT = """\
-{count} small tasks of the kinds that people train, {seeds}. AdamW32 is `torch.optim.AdamW` at the best of at least five
-learning rates, a factor of {factor:g} apart, tried with the first seed; the grid is extended while the best is at an
-edge. BAOC replaces it in one line, at that learning rate, at a third and at three times of it, and is compared with
-AdamW32 at the same learning rate, seed by seed: runs of one seed begin with the same weights and see the same batches.
+{count} small tasks of the kinds that people train, {seeds} seeds each, and {more} where a budget loses at AdamW32's
+best learning rate. AdamW32 is `torch.optim.AdamW` at the best of at least five learning rates, a factor of {factor:g}
+apart, tried with the first seed; the grid is extended while the best is at an edge. BAOC replaces it in one line, at
+that learning rate, at a third and at three times of it, and is compared with AdamW32 at the same learning rate, seed by
+seed: runs of one seed begin with the same weights and see the same batches.
 
 A score is a loss on fixed held-out data or the objective itself, the mean of {evaluations} evaluations in the last
 tenth of a run. A budget **loses** if its score is worse by more than {percent:g}% and by more than two standard errors,
@@ -74,18 +75,19 @@ def told(found: Comparison | None, *, decades: bool) -> str:
 
 def text(tasks: Sequence[Task], rows: Sequence[Row], seeds: int, command: Sequence[str]) -> str:
     """Return the page of what is there, without what is written by hand."""
-    results = Results(rows)
+    results, most = Results(rows), CONFIRMED * seeds
     trained = [task for task in tasks if results.best_rung(task) is not None]
     entries = [
         Entry(task, budget, factor, found)
         for budget in BUDGETS
         for factor in BESIDE
         for task in trained
-        if (found := results.comparison(task, f"{BUDGETED}{budget}", seeds, factor)) is not None
+        if (found := results.comparison(task, f"{BUDGETED}{budget}", most, factor)) is not None
     ]
     about = ABOUT.format(
         count=len(trained),
-        seeds="one seed each" if seeds == 1 else f"{seeds} seeds each",
+        seeds=seeds,
+        more=CONFIRMED * seeds,
         factor=FACTOR,
         evaluations=EVALUATIONS,
         percent=PERCENT,
@@ -93,8 +95,8 @@ def text(tasks: Sequence[Task], rows: Sequence[Row], seeds: int, command: Sequen
         floor=FLOOR,
     )
     parts = ["# The zoo", "", about, "", f"Made by `{shlex.join(command)}`.", ""]
-    parts += [*_lost(entries), "", *_counts(entries), "", *_details(trained, results, seeds), ""]
-    return "\n".join([*parts, *_tasks(trained, results, seeds), ""])
+    parts += [*_lost(entries), "", *_counts(entries), "", *_details(trained, results, most), ""]
+    return "\n".join([*parts, *_tasks(trained, results, most), ""])
 
 
 def _lost(entries: Sequence[Entry]) -> list[str]:

@@ -16,9 +16,9 @@ dithered as well, and the largest element of a group always has the top code.
 
 **log4.** For a second moment: an element is zero or one of 15 powers of two, counted down from the largest element of
 its group, so each element keeps a second moment of its own where a factored one costs something
-(`docs/results/zoo.md`). Groups have at most 64 elements and end with their row. The scale is the largest element, not
-a power of two: when all elements decay alike, the scale does, and codes stay as they are. Smaller elements have the
-smallest code, because a smaller one would divide a momentum by next to nothing.
+(`docs/results/zoo.md`). Groups are those of int4a. The scale is the largest element, not a power of two: when all
+elements decay alike, the scale does, and codes stay as they are. Smaller elements have the smallest code, because a
+smaller one would divide a momentum by next to nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ MIN_SHORT_ROW = 4
 
 _SIGNED, _UNSIGNED = Grid(mantissa=2, count=128), Grid(mantissa=2, count=256)
 _TOP_SIGNED, _TOP_UNSIGNED = 127 + 6, 127 + 13  # biased exponents of the last octave
-LOG4_GROUP = 64
 _LOG4_TOP, _BIAS = 15, 127
 _BF16_MOST = torch.finfo(torch.bfloat16).max
 _NOISE = 16  # bits
@@ -128,15 +127,8 @@ class ShortInt4Format(Int4Format):
 
 
 @dataclass(frozen=True)
-class Log4Format(Int4Format):
-    """Two codes per byte and one bf16 scale per group of up to 64, which ends with its row."""
-
-    scale_dtype = torch.bfloat16
-
-    @property
-    def group(self) -> int:
-        groups = -(-self.row // LOG4_GROUP)
-        return -(-self.row // (2 * groups)) * 2 if groups else 2  # of equal size, so that little is padded
+class Log4Format(ShortInt4Format):
+    """The same bytes as :class:`ShortInt4Format`, with powers of two as codes."""
 
     def encode(self, held: Held, rows: slice, value: Tensor, rounding: Rounding) -> None:
         x = self._grouped(value)  # (rows, groups, group)

@@ -9,6 +9,33 @@
 /* How many of a vector's lanes are left at element `i` of `n`. */
 INLINE int lanes_left(int n, int i) { return n - i < LANES ? n - i : LANES; }
 
+/* A vector of dense numbers from element `i` on. */
+INLINE vfloat numbers_at(int type, const void *data, int i, int count)
+{
+    return type == BF16 ? decode_bf16(load_u16((const uint16_t *)data + i, count)) : load((const float *)data + i, count);
+}
+
+/* Decodes bf16, and returns the bits of the largest magnitude. */
+INLINE int32_t widen(const uint16_t *from, int n, float *out)
+{
+    vint largest[2] = {{0}};
+    int i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        vint bits[2];
+        widen_upper(from + i, bits);
+        for (int k = 0; k < 2; k++) {
+            largest[k] = larger_int(largest[k], bits[k] & INT32_MAX);
+            store_all(out + i + k * LANES, (vfloat)bits[k]);
+        }
+    }
+    for (; i < n; i += LANES) {
+        const vfloat x = decode_bf16(load_u16(from + i, lanes_left(n, i)));
+        largest[0] = larger_int(largest[0], (vint)magnitude(x));
+        store(out + i, x, lanes_left(n, i));
+    }
+    return largest_lane(larger_int(largest[0], largest[1]));
+}
+
 /* At most TILE numbers, in logical order: where they are, or in `out`. */
 static float *floats_of(const array *stored, int64_t first, int n, float *out)
 {
@@ -24,15 +51,7 @@ static float *floats_of(const array *stored, int64_t first, int n, float *out)
         turn_planes(stored, first, n, ordered, 0);
         data = ordered;
     }
-    int i = 0;
-    for (; i + 2 * LANES <= n; i += 2 * LANES) {
-        vint bits[2];
-        widen_upper(data + i, bits);
-        for (int k = 0; k < 2; k++)
-            store_all(out + i + k * LANES, (vfloat)bits[k]);
-    }
-    for (; i < n; i += LANES)
-        store(out + i, decode_bf16(load_u16(data + i, lanes_left(n, i))), lanes_left(n, i));
+    widen(data, n, out);
     return out;
 }
 
@@ -171,21 +190,51 @@ static uintptr_t address_ahead(const array *a, int64_t first)
     return (uintptr_t)(a->data + (first + distance) * (a->type == FP32 ? 4 : 2));
 }
 
-/* fp32 gradient to descend on, with L2 decay if there is any. */
-static const float *gradient(const job *job, int64_t first, int n, float *out)
+/* The gradient in memory if it is bf16 and only has to be decoded, else NULL. */
+static const uint16_t *bf16_gradient(const job *job, int64_t first)
+{
+    const job_words *w = job->words;
+    const int is_plain = !w->grad.planes && !w->negate && (float)job->scalars->coupled_decay == 0.0f;
+    return w->grad.type == BF16 && is_plain ? (const uint16_t *)(intptr_t)w->grad.data + first : NULL;
+}
+
+/* fp32 gradient to descend on, with L2 decay if there is any. `p` has the weights, or is NULL: then they are read here. */
+static const float *gradient(const job *job, int64_t first, int n, const float *p, float *out)
 {
     const float *g = floats_of(&job->words->grad, first, n, out);
     const float decay = (float)job->scalars->coupled_decay;
     if (!job->words->negate && decay == 0.0f)
         return g;
     float scratch[TILE];
-    const float *p = weights_of(job->words, first, n, scratch);
+    if (!p && decay != 0.0f)
+        p = weights_of(job->words, first, n, scratch);
     const float sign = job->words->negate ? -1.0f : 1.0f;
     for (int i = 0; i < n; i += LANES) {
         vfloat signed_g = load(g + i, lanes_left(n, i)) * sign;
         store(out + i, decay == 0.0f ? signed_g : signed_g + load(p + i, lanes_left(n, i)) * decay, lanes_left(n, i));
     }
     return out;
+}
+
+static int has_spike(const float *g, int n)
+{
+    vint most = {0};
+    for (int i = 0; i < n; i += LANES)
+        most = larger_int(most, (vint)magnitude(load(g + i, lanes_left(n, i))));
+    return largest_lane(most) >= bits_of(SPIKE);
+}
+
+/* The same, and whether it has a spike: in bf16 this is found while decoding. */
+static const float *checked_gradient(const job *job, int64_t first, int n, const float *p, float *out, int *spiked)
+{
+    const uint16_t *stored = bf16_gradient(job, first);
+    if (stored) {
+        *spiked = widen(stored, n, out) >= bits_of(SPIKE);
+        return out;
+    }
+    const float *g = gradient(job, first, n, p, out);
+    *spiked = has_spike(g, n);
+    return g;
 }
 
 /* The gradient as the state sees it where elements share numbers: without what would spoil them for all. */

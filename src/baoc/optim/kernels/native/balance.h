@@ -34,7 +34,7 @@ static void peek(const job *job, const numbers *c, int64_t first, int n, float *
 {
     const job_words *w = job->words;
     float g_scratch[TILE], m_scratch[TILE];
-    const float *g = gradient(job, first, n, g_scratch);
+    const float *g = gradient(job, first, n, NULL, g_scratch);
     const float *m = w->m.type ? read_m(&w->m, w->row, first, n, m_scratch) : NULL;
     for (int i = 0; i < n; i += LANES) {
         const int count = lanes_left(n, i);

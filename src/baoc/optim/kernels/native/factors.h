@@ -6,27 +6,27 @@
 #include "sums.h"
 #include "tile.h"
 
-/* Adds the squares of part of a line to sums over columns, if there are any; returns their own sum. */
-INLINE double absorb_part(const float *g, int n, float *col_sums)
+/* Adds the squares of part of a line, in fp32 or bf16, to sums over columns, if there are any; returns their own sum. */
+INLINE double absorb_part(int type, const void *g, int n, float *col_sums)
 {
+    const uintptr_t size = type == BF16 ? 2 : 4;
     lanes row = {0};
     int i = 0;
     for (; i + SUM_LANES <= n; i += SUM_LANES) {
-        fetch((const void *)((uintptr_t)(g + i) + sizeof(float) * FETCHED_AHEAD)); /* processors stop at a page's end */
+        fetch((const void *)((uintptr_t)g + size * (uintptr_t)(i + FETCHED_AHEAD))); /* processors stop at a page's end */
         for (int k = 0; k < SUM_VECTORS; k++) {
             const int at = i + k * LANES;
-            const vfloat square = square_without_spikes(load(g + at, LANES));
+            const vfloat square = square_without_spikes(numbers_at(type, g, at, LANES));
             row.part[k] += square;
             if (col_sums)
                 store(col_sums + at, load(col_sums + at, LANES) + square, LANES);
         }
     }
     float tail[SUM_LANES];
-    for (int at = i; at < n; at++) {
-        tail[at - i] = without_spike(g[at]);
-        if (col_sums)
-            col_sums[at] += tail[at - i] * tail[at - i];
-    }
+    for (int at = i; at < n; at += LANES)
+        store(tail + at - i, without_spikes(numbers_at(type, g, at, lanes_left(n, at))), LANES);
+    for (int at = i; at < n && col_sums; at++)
+        col_sums[at] += tail[at - i] * tail[at - i];
     return sum_of(&row, tail, n - i, 1);
 }
 
@@ -40,8 +40,14 @@ static void ISA(absorb)(const job *job, int64_t first, int64_t lines, float *row
         double total = 0;
         for (int64_t column = 0; column < cols; column += TILE) {
             const int n = (int)(cols - column < TILE ? cols - column : TILE);
-            const float *g = gradient(job, first + line * cols + column, n, scratch);
-            total += col_sums ? absorb_part(g, n, col_sums + column) : absorb_part(g, n, NULL);
+            float *sums = col_sums ? col_sums + column : NULL;
+            const uint16_t *stored = bf16_gradient(job, first + line * cols + column);
+            if (stored) {
+                total += sums ? absorb_part(BF16, stored, n, sums) : absorb_part(BF16, stored, n, NULL);
+            } else {
+                const float *g = gradient(job, first + line * cols + column, n, NULL, scratch);
+                total += sums ? absorb_part(FP32, g, n, sums) : absorb_part(FP32, g, n, NULL);
+            }
         }
         row_means[line] = (float)(total / (double)cols);
     }
@@ -151,8 +157,8 @@ static squares measure_tile(const job *job, const factors *f, const numbers *c, 
 {
     const job_words *w = job->words;
     float g_scratch[TILE], v_scratch[TILE], p_scratch[TILE];
-    const float *g = gradient(job, first, n, g_scratch);
-    squares result = {0, sum_of_finite_squares(weights_of(w, first, n, p_scratch), n)};
+    const float *p = weights_of(w, first, n, p_scratch), *g = gradient(job, first, n, p, g_scratch);
+    squares result = {0, sum_of_finite_squares(p, n)};
     if (w->v.type == FACTORED) {
         expand(w, f, first - f->first, n, v_scratch);
         result.direction = sum_of_squared_directions(FACTORED, c, g, v_scratch, n);

@@ -45,7 +45,7 @@ typedef struct {
 /* Old values of a slot. */
 INLINE vfloat read(int type, const slot *s, int i, int count)
 {
-    return type == BF16 ? decode_bf16(load_u16((const uint16_t *)s->data + i, count)) : load((const float *)s->data + i, count);
+    return numbers_at(type, s->data, i, count);
 }
 
 INLINE vfloat read_second(int type, const slot *s, int32_t base, int i, int count)
@@ -182,14 +182,6 @@ INLINE progress advance_vector(int mechanism, int m_type, int v_type, const comm
     store_m(m_type, t, x, at, i, count);
     store_v(v_type, t, x, at, i, count);
     return next(at);
-}
-
-static int has_spike(const float *g, int n)
-{
-    vint most = {0};
-    for (int i = 0; i < n; i += LANES)
-        most = larger_int(most, (vint)magnitude(load(g + i, lanes_left(n, i))));
-    return largest_lane(most) >= bits_of(SPIKE);
 }
 
 INLINE void advance_dense(int mechanism, int m_type, int v_type, tile *t)
@@ -513,11 +505,12 @@ static void update_tile(const job *job, const factors *f, const numbers *c, int6
     tile t;
     t.all.c = *c;
     t.all.first = first;
-    t.all.g = gradient(job, first, n, g);
-    if (has_spike(t.all.g, n))
+    t.all.p = weights_of(w, first, n, p);
+    int spiked;
+    t.all.g = checked_gradient(job, first, n, t.all.p, g, &spiked);
+    if (spiked)
         __atomic_store_n(job->spiked, 1, __ATOMIC_RELAXED);
     t.clean_g = clean_g;
-    t.all.p = weights_of(w, first, n, p);
     t.all.g_ahead = address_ahead(&w->grad, first);
     t.all.p_ahead = address_ahead(&w->param, first);
     t.all.fetches_dense = needs_fetching(w);

@@ -190,15 +190,16 @@ class EffectProblem:
         return float(solve_classes(self._problem, within=self._within).objective)
 
     def _plan(self, solution: ClassSolution, nbytes: int | None) -> Plan:
+        spare = nbytes is None or self._is_spare(float(solution.objective))
         # without normalization layers, no cheaper state is known to be as good on any model
-        tolerance = 0.0 if self.regime == GENERAL and nbytes is None else self.tolerance
+        tolerance = 0.0 if self.regime == GENERAL and spare else self.tolerance
         target = Target(
             least=float(solution.objective),
             tolerance=tolerance,
             error=max(tolerance, self._error(solution)),
             memory=math.inf if nbytes is None else nbytes,
             time=math.inf if self._problem.time_budget is None else self._problem.time_budget,
-            spare=nbytes is None or self._is_spare(float(solution.objective)),
+            spare=spare,
             both=solution.memory_price > 0 and solution.time_price > 0,
         )
         found = simplest(self._groups, target)

@@ -279,8 +279,8 @@ class Checkpoints(Target):
     @staticmethod
     def _case(
         planner: Planner, dtype: torch.dtype = torch.float32, *, low_bits: bool = False
-    ) -> tuple[BAOC, nn.Module, Any, Any]:
-        """Return an optimizer, its model and state dict, and an earlier checkpoint of the same run."""
+    ) -> tuple[BAOC, nn.Module, Any, Any, Any]:
+        """Return an optimizer, its model and state dict, and an earlier checkpoint of the same run with its weights."""
         model = make_model(dtype)
         optimizer = BAOC(model, lr=1e-3, memory=0.6, planner=planner)
         if low_bits:  # and released gradients, whose norms are in the checkpoint
@@ -290,12 +290,12 @@ class Checkpoints(Target):
         for step in range(4):
             backward(model, step)
             optimizer.step()
-            saved.append(copy.deepcopy(optimizer.state_dict()))
-        optimizer.load_state_dict(saved[-1])  # which brings blocks into the order of parameters
-        return optimizer, model, copy.deepcopy(optimizer.state_dict()), saved[-2]
+            saved.append(copy.deepcopy((optimizer.state_dict(), model.state_dict())))
+        optimizer.load_state_dict(saved[-1][0])  # which brings blocks into the order of parameters
+        return optimizer, model, copy.deepcopy(optimizer.state_dict()), *saved[-2]
 
     def attempt(self, draw: random.Random) -> Outcome:
-        optimizer, model, held, good = draw.choice(self._cases)
+        optimizer, model, held, good, good_weights = draw.choice(self._cases)
         weights = copy.deepcopy(model.state_dict())
         try:
             optimizer.load_state_dict(mutated(good, draw))
@@ -303,10 +303,15 @@ class Checkpoints(Target):
             check_same(optimizer.state_dict(), held)
             return REFUSED
         try:
+            model.load_state_dict(good_weights)
             optimizer.zero_grad()
             backward(model, 4)
             optimizer.step()
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        except RuntimeError as error:
+            if "not the weights that they belong to" not in str(error):
+                raise
+            return REFUSED  # a checksum of weights has changed, which the first step finds
         finally:
             model.load_state_dict(weights)
             optimizer.load_state_dict(copy.deepcopy(held))

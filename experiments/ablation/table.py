@@ -8,8 +8,9 @@ where plans put them, and there they matter more. Of runs of different lengths t
 kept for checks do not.
 
 The zoo has what the ablation does not: models without normalization layers (the regime "general") and real pretrained
-weights. A ratio of scores counts as its logarithm. Of formats of AdamW it counts as 20% at most: one task that goes to
-rounding errors must not decide. Of rules without state, where large ratios are the rule, as a factor of e at most.
+weights. Of formats of AdamW, a factor of 1.5 counts as 2% where scores span decades, as in the zoo's own rule of what
+is a loss, and no task as more than 20%: one that goes to rounding errors must not decide. Of rules without state, where
+large ratios are the rule, a ratio counts as its logarithm, and as a factor of e at most.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from baoc.planners.model_facts import GENERAL
 from experiments.ablation.catalog import CONFIGURATIONS, SETTINGS, Setting
 from experiments.ablation.effects import Effect, Effects
 from experiments.runs import Row, Store
+from experiments.zoo.catalog import TASKS
+from experiments.zoo.results import PERCENT, RATIO
 from experiments.zoo.training import BUDGETED, FLOOR, REFERENCE
 
 ROLES = {"embedding": Role.EMBEDDING, "head": Role.HEAD}
@@ -34,7 +37,7 @@ _REGIMES = {"scratch": "scratch", "fine-tuning": "finetune"}
 _BESIDE_MUON = "hidden=muon-8; "
 _ADAFACTOR = "adafactor"
 _ANY_MATRIX = (64, 64)
-_MOST_ADAMW, _MOST = 0.2, 1.0  # of the logarithm of a ratio
+_MOST_ADAMW, _MOST = 20.0, 100.0  # percent
 
 
 def table(
@@ -90,7 +93,8 @@ def zoo_differences(rows: Iterable[Row]) -> Iterator[Difference]:
         ratio = math.inf if row["score"] is None else max(row["score"], FLOOR) / max(base, FLOOR)
         found = configuration.suited(_ANY_MATRIX, role)
         most = _MOST_ADAMW if found.slots else _MOST
-        percent = 100 * max(-most, min(most, math.log(ratio)))
+        unit = PERCENT / math.log(RATIO) if TASKS[row["task"]].decades and found.slots else 100.0
+        percent = max(-most, min(most, unit * math.log(ratio)))
         # a configuration for all weights changes hidden weights too: all models but those of "general" have some
         roles = {role} if configuration.otherwise or row["regime"] == GENERAL else {role, Role.MATRIX}
         for each in sorted(roles, key=lambda one: one.value):
@@ -112,11 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="where the table goes")
     args = parser.parse_args(argv)
     rows = Store(args.runs, must_exist=True).rows
-    zoo = Store(args.zoo, must_exist=True).rows
+    zoo = [row for row in Store(args.zoo, must_exist=True).rows if not row["method"].startswith(BUDGETED)]
     command = f"python -m experiments.ablation.table {args.runs} --zoo {args.zoo} --output {args.output}"
-    made = table(rows, zoo, provenance=f"{command}; {len(rows)} runs of the ablation, {len(zoo)} of the zoo")
+    count = f"{len(rows)} runs of the ablation, {sum(row['method'] != REFERENCE for row in zoo)} of the zoo"
+    made = table(rows, zoo, provenance=f"{command}; {count}")
     made.save(args.output)
-    print(f"saved {args.output}, from {len(rows)} runs of the ablation and {len(zoo)} of the zoo")
+    print(f"saved {args.output}, from {count}")
     return 0
 
 

@@ -25,10 +25,10 @@ that learning rate, at a third and at three times of it, and is compared with Ad
 seed: runs of one seed begin with the same weights and see the same batches.
 
 A score is a loss on fixed held-out data or the objective itself, the mean of {evaluations} evaluations in the last
-tenth of a run. A budget **loses** if its score is worse by more than {percent:g}% and by more than two standard errors,
-or if it diverges. Where scores span decades (a ratio, "x"), it loses at more than {ratio:g} times AdamW32's; scores
-below {floor:g} count as {floor:g}. A win is the same the other way round; all else is a tie. "No plan": the budget is
-smaller than the smallest plan of the task, which is too small to save anything."""
+tenth of a run. A budget **loses** if its score is worse by more than two standard errors and by more than {percent:g}%,
+or {ratio:g} times AdamW32's where scores span decades (a ratio, "x"), or if it diverges. Scores below {floor:g} count
+as {floor:g}. A win is the same the other way round; all else is a tie. "No plan": the budget is smaller than the
+smallest plan of the task, which is too small to save anything."""
 
 AT = {0: "AdamW32's best lr", -1: "a third of it", 1: "three times it"}
 

@@ -13,7 +13,8 @@ from experiments.zoo.task import Task
 from experiments.zoo.training import FLOOR, REFERENCE, Run
 
 PERCENT, RATIO = 2.0, 1.5
-"""A budget is worse if its loss is by more than so many percent, or so many times where losses span decades."""
+"""A budget is worse if its loss is by more than so many percent, or so many times where losses span decades, and by
+more than two standard errors."""
 GRID = (-2, -1, 0, 1, 2)
 """Rungs of the learning rates that AdamW32 tries first."""
 
@@ -97,6 +98,6 @@ def compared(ours: Scores, theirs: Scores, *, decades: bool) -> Comparison | Non
         values = [100 * (ours[seed] / theirs[seed] - 1) for seed in seeds]
     average = statistics.fmean(values)
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    margin = math.log(RATIO) if decades else max(PERCENT, 2 * error if len(values) > 1 else 0.0)
+    margin = max(math.log(RATIO) if decades else PERCENT, 2 * error if len(values) > 1 else 0.0)
     verdict: Verdict = "loss" if average > margin else "win" if average < -margin else "tie"
     return Comparison(verdict, math.exp(average) if decades else average, error)

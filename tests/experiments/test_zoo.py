@@ -158,6 +158,7 @@ def test_verdicts() -> None:
     assert compared({0: 1.0, 1: 1.0, 2: 1.2}, one, decades=False).verdict == "tie", "within two standard errors"
     assert compared({0: 1.49, 1: 1.49}, one, decades=True).verdict == "tie"
     assert compared({0: 1.51, 1: 1.51}, one, decades=True).verdict == "loss"
+    assert compared({0: 1.2, 1: 9.0}, one, decades=True).verdict == "tie", "within two standard errors"
     assert compared({0: 1e-13}, {0: 1e-15}, decades=True).verdict == "tie", "both are rounding errors"
     assert compared({0: 0.5, 1: math.inf}, one, decades=False).verdict == "loss", "a divergence"
     assert compared({0: 0.5}, {0: math.inf}, decades=False) is None and compared({}, one, decades=False) is None

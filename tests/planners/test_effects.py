@@ -410,6 +410,9 @@ def test_blocks_hold_every_parameter_once_and_their_losses_sum_up(model):
         assert plan.settings["expected_loss"] == pytest.approx(total, abs=ROUNDING)
         assert loss(plan) == pytest.approx(total, abs=ROUNDING)
         assert all(block.why for block in plan.blocks)
+        place = {name: index for index, name in enumerate(shapes(model))}
+        first = [min(place[name] for name in block.parameters) for block in plan.blocks]
+        assert first == sorted(first), "a resumed run has this order"
 
 
 def test_parameters_without_names_are_planned_by_their_places():

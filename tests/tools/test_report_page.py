@@ -238,6 +238,8 @@ def test_the_frontier_rises_in_memory_and_falls_in_loss(html: Path) -> None:
     for plan in plans:
         held = sum(data["configurations"][which]["bytes"][i] for i, which in enumerate(plan["configuration_of"]))
         assert held == plan["bytes"]
+        low, high = plan["interval"]
+        assert low <= plan["loss"] <= high and "runs" in plan["source"]
 
 
 def test_metrics_are_the_papers_where_there_are_statistics(html: Path, trained: Path) -> None:

@@ -208,6 +208,8 @@ class EffectProblem:
         runs, loss = found or (self._optimum(solution), float(solution.objective))
         limit = _binding(target.spare, solution)
         blocks = [block for index, mine in enumerate(runs) for block in self._blocks(index, mine, limit)]
+        place = {name: index for index, name in enumerate(self.model.shapes)}
+        blocks.sort(key=lambda block: min(map(place.__getitem__, block.parameters)))  # as in a resumed run
         settings = {
             "planner": "effects",
             "regime": self.regime,

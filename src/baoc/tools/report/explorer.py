@@ -22,6 +22,7 @@ from baoc.core.files import replaced
 from baoc.core.plan import Plan
 from baoc.core.roles import Role, role_of
 from baoc.core.spec import Hyper, Shape
+from baoc.core.text import predicted_interval
 from baoc.plan import measured
 from baoc.planners.base import Budget
 from baoc.planners.effect_problem import EffectProblem
@@ -222,6 +223,8 @@ def _plan(
         "bytes": plan.state_bytes,
         "risk": total_risk(plan),
         "loss": plan.settings.get("expected_loss"),
+        "interval": predicted_interval(plan.settings),
+        "source": plan.settings.get("expected_source"),
         "time": plan.settings.get("time"),
         "budget": plan.settings.get("memory_budget"),
         "blocks": blocks,

@@ -10,6 +10,11 @@ const tone = (loss) => (loss === null || !isLoss || Math.abs(loss) < 0.005 ? "" 
 const shareOf = (plan) => `${percent(plan.bytes / data.reference_bytes)} of AdamW16's`;
 const lossWords = isLoss ? "expected loss against AdamW32" : "risk";
 
+function predicted(plan) {
+  const interval = plan.interval ? ` (${plan.interval.map((end) => signed(end, 1)).join(" to ")})` : "";
+  return lossText(plan.loss ?? plan.risk) + interval;
+}
+
 function cells(kind, values, numeric) {
   return element("tr", {}, ...values.map((value, index) => element(kind, numeric.includes(index) ? { class: "n" } : {}, value)));
 }
@@ -52,8 +57,9 @@ function explore() {
   function go(index) {
     const plan = plans[index];
     slider.value = index;
-    slider.setAttribute("aria-valuetext", `${bytes(plan.bytes)} of state, ${lossWords} ${lossText(plan.loss ?? plan.risk)}`);
-    const shown = [number(bytes(plan.bytes), `of state, ${shareOf(plan)}`), number(lossText(plan.loss ?? plan.risk), lossWords, tone(plan.loss))];
+    slider.setAttribute("aria-valuetext", `${bytes(plan.bytes)} of state, ${lossWords} ${predicted(plan)}`);
+    const source = plan.source ? `, ${plan.source}` : "";
+    const shown = [number(bytes(plan.bytes), `of state, ${shareOf(plan)}`), number(predicted(plan), lossWords + source, tone(plan.loss))];
     if (plan.time !== null) shown.push(number(`${plan.time.toFixed(2)}×`, isLoss ? "a training step with AdamW16" : "AdamW16's update time"));
     byId("numbers").replaceChildren(...shown);
     for (const [button, at] of buttons) button.setAttribute("aria-pressed", at === index);
@@ -102,7 +108,7 @@ function compare() {
     const faded = byId("dim").checked && alike.size < data.tensors.length ? alike : new Set();
     mosaics.forEach((mosaic, side) => mosaic.show(pair[side], faded));
     ["a", "b"].forEach((side, index) => {
-      byId(`caption-${side}`).replaceChildren(`${side.toUpperCase()}: ${pair[index].name} `, element("small", {}, `${bytes(pair[index].bytes)} of state, ${lossWords} ${lossText(pair[index].loss ?? pair[index].risk)}`));
+      byId(`caption-${side}`).replaceChildren(`${side.toUpperCase()}: ${pair[index].name} `, element("small", {}, `${bytes(pair[index].bytes)} of state, ${lossWords} ${predicted(pair[index])}`));
     });
     const [before, after] = pair;
     const moved = data.tensors.length - alike.size;

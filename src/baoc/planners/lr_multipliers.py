@@ -16,11 +16,12 @@ from baoc.planners.model_facts import SCRATCH
 
 TABLE, HEAD, VECTOR = 4.0, 2.0, 2.0
 """For embeddings that are looked up, for heads over a vocabulary, and for vectors."""
-_TALL = (
-    2  # rows of a table to its columns: position embeddings, maps of patches and heads over few classes are not tall
-)
+_TALL = 2
+"""Rows of a vocabulary to its columns: position embeddings, maps of patches and heads over few classes have less."""
+_WORDS = 128
+"""Rows of a vocabulary: smaller tables are of categories, where a higher rate loses (`docs/results/zoo.md`)."""
 
-_OF_TALL = {Role.EMBEDDING: TABLE, Role.HEAD: HEAD}
+_OF_VOCABULARY = {Role.EMBEDDING: TABLE, Role.HEAD: HEAD}
 
 
 def multipliers(params: Mapping[str, tuple[Role, Shape]], regime: str) -> dict[str, float]:
@@ -50,10 +51,12 @@ def multiplier(role: Role, shape: Shape, regime: str) -> float:
         (4.0, 1.0)
         >>> multiplier(Role.VECTOR, (768,), "scratch"), multiplier(Role.HEAD, (50257, 768), "scratch")
         (2.0, 2.0)
+        >>> multiplier(Role.EMBEDDING, (50, 8), "scratch")  # categories
+        1.0
     """
     if regime != SCRATCH:
         return 1.0
     if role is Role.VECTOR:
         return VECTOR
-    is_tall = len(shape) == 2 and shape[0] >= _TALL * shape[1]
-    return _OF_TALL.get(role, 1.0) if is_tall else 1.0
+    is_vocabulary = len(shape) == 2 and shape[0] >= max(_WORDS, _TALL * shape[1])
+    return _OF_VOCABULARY.get(role, 1.0) if is_vocabulary else 1.0

@@ -1,7 +1,7 @@
 """The order of the runs: AdamW32's learning rates first, then every budget at the best one, then beside it.
 
 Learning rates are tried with the first seed. All seeds run at the best one, at a third and at three times of it. What
-loses at the best one runs with more seeds: some tasks are chaotic, and few seeds say little about them.
+loses runs with more seeds: some tasks are chaotic, and few seeds say little about them.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ def run(
         _train_missing(ours, store, workers, stream)
     results = Results(store.rows)
     doubtful = [
-        Run(task.name, method, seed, rung)
+        Run(task.name, method, seed, rung + factor)
         for task, rung in best.items()
         for budget in budgets
-        if (found := results.comparison(task, f"{BUDGETED}{budget}", seeds)) is not None and found.verdict == "loss"
+        for factor in factors
+        if (found := results.comparison(task, f"{BUDGETED}{budget}", seeds, factor)) and found.verdict == "loss"
         for seed in range(seeds, CONFIRMED * seeds)
         for method in (f"{BUDGETED}{budget}", REFERENCE)
     ]

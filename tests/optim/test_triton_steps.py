@@ -193,7 +193,7 @@ class Tagged(Tensor):
 
 FALLBACKS = [
     ("the format FactoredFormat of 'v'", "adafactor", torch.ones(8, 16, 5, 5)),
-    ("numbers of type torch.float16", "adamw-8", torch.ones(64, 80, dtype=torch.float16)),
+    ("numbers of type torch.float64", "adamw-8", torch.ones(64, 80, dtype=torch.float64)),
     ("means over the matrices of a stack", "adamw[m=int8,v=factored]", torch.ones(4, 64, 80)),
     ("memory that is not contiguous", "adamw-8", torch.ones(80, 64).t()),
     ("memory that is not contiguous", "muon-8", torch.ones(80, 64).t()),

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 import baoc
 from baoc.core.roles import roles_of
 from baoc.optim.state import held_bytes
-from baoc.tools.fit import bytes_per_parameter
+from baoc.planners.total import parts_of
 from baoc.tools.fit.memory import Measured, Setup
 from experiments.process import forget_peak, peak_bytes, resident_bytes, return_freed
 
@@ -229,7 +230,8 @@ def predicted(model_name: str, method: str) -> dict[str, float] | None:
     setup = Setup(dtype="bf16", length=TOKENS, release=method == "ours-released")
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     plan = baoc.Plan.uniform(PLAN, shapes, roles_of(model))
-    return bytes_per_parameter(plan, Measured(model, activations=0).memory(setup))
+    memory, numel = Measured(model, activations=0).memory(setup), sum(map(math.prod, shapes.values()))
+    return {name: each / numel for name, each in parts_of(plan, memory.weights, memory.gradients, 0).items()}
 
 
 def runs(models: Sequence[str], methods: Sequence[str]) -> Iterator[dict[str, Any]]:

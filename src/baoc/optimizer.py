@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import ModelFacts, TokenCounter
 from baoc.planners.paper.planner import PaperPlanner, PaperSession
 from baoc.planners.paper.statistics import GradientStatistics, StatisticsError
-from baoc.planners.total import Tensors, Total
+from baoc.planners.total import Tensors, Total, beside_workspace
 from baoc.resume import Settings
 
 logger = logging.getLogger("baoc")
@@ -397,18 +397,31 @@ class BAOC(BlockOptimizer):
 
     def _starting_plan(self) -> Plan:
         """The plan before any gradient."""
-        budget = self._budget(self._session.nbytes)
-        return self._with_later(self._settings.planner.initial_plan(self._model(), budget))
+        return self._planned(self._settings.planner.initial_plan, self._session.nbytes)
 
     def _current_plan(self, statistics: GradientStatistics | None = None) -> Plan:
         """The plan for what is known now."""
-        params, model, session = self._params(), self._model(), self._session
+        params, session = self._params(), self._session
         measured: dict[str, Any] = {}
         if isinstance(session, PaperSession) and session.needs_times:
             first, planner = next(iter(params.values())), self._settings.planner
             dtype = first.dtype if first.dtype.is_floating_point else torch.float32
-            measured["times"] = measured_times(planner, model, first.device, dtype)  # type: ignore[arg-type]
-        return self._with_later(session.plan(params, model, self._budget(), statistics, **measured))
+            measured["times"] = measured_times(planner, self._model(), first.device, dtype)  # type: ignore[arg-type]
+        return self._planned(lambda model, budget: session.plan(params, model, budget, statistics, **measured))
+
+    def _planned(self, make: Callable[[ModelFacts, Budget], Plan], held: int = 0) -> Plan:
+        """A plan within the budget, besides ``held`` bytes of the planner: with a total one, also its workspace."""
+        model, budget = self._model(), self._budget(held)
+
+        def made(free: int = 0, has_workspace: bool = True) -> Plan:
+            facts = dataclasses.replace(model, has_workspace=has_workspace)
+            plan = self._with_later(make(facts, dataclasses.replace(budget, reserved=budget.reserved + free)))
+            return dataclasses.replace(plan, rows=self._rows_per_rank())
+
+        if not self._is_of_total:
+            return made()
+        assert self._total is not None
+        return beside_workspace(made, lambda: made(0, False), self._total.workspace, self._total.room - held)
 
     def _together(self) -> migrate.Attempt:
         """Return what calls the parts of a change of plans: what fails on one rank fails on all."""
@@ -437,6 +450,11 @@ class BAOC(BlockOptimizer):
         return "" if self._total is None else self._total.table(self.plan)
 
     @property
+    def _is_of_total(self) -> bool:
+        """Whether the budget for state is what a total one leaves; ``replan(memory=...)`` may have set another."""
+        return self._total is not None and self._settings.budget.memory == self._left
+
+    @property
     def _left(self) -> str:
         """What a total budget leaves for state."""
         assert self._total is not None
@@ -446,9 +464,9 @@ class BAOC(BlockOptimizer):
         """Let weights and gradients of another group count in a total budget."""
         if self._total is None:
             return
-        before, tensors = self._left, self._total.tensors
+        is_of_total, tensors = self._is_of_total, self._total.tensors
         self._total = dataclasses.replace(self._total, tensors=self._tensors(tensors.frozen))
-        if self._settings.budget.memory == before:  # replan(memory=...) may have set another one
+        if is_of_total:
             self._settings = self._settings.changed(memory=self._left)
 
     def _tensors(self, frozen: int) -> Tensors:
@@ -480,7 +498,8 @@ class BAOC(BlockOptimizer):
     def _fits(self, plan: Plan) -> bool:
         budget = self._settings.budget
         allowed = budget.device_bytes(self._model().reference_bytes(per_rank=budget.is_per_rank))
-        return allowed is None or self._device_bytes(plan) <= allowed
+        workspace = self._total.workspace(plan) if self._total is not None and self._is_of_total else 0
+        return allowed is None or self._device_bytes(plan) + workspace <= allowed
 
     def _device_bytes(self, plan: Plan) -> int:
         """Bytes that the budget is for."""

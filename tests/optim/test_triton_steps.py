@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baoc import BAOC, BlockOptimizer, PaperPlanner, parse
 from baoc.core.spec import Hyper
-from baoc.optim import groups, kernels
+from baoc.optim import kernels, members
 from baoc.optim.kernels import graphs
 from baoc.optim.kernels import triton as triton_kernels
 from baoc.optim.kernels.eager import EagerKernel
@@ -240,7 +240,7 @@ def test_an_optimizer_runs_on_the_triton_kernel():
 
 
 def test_matrices_with_momentum_in_host_memory_are_updated(monkeypatch):
-    monkeypatch.setattr(groups, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(members, "has_own_memory", lambda device: True)
     found = []
     for offload in (False, True):
         params = [nn.Parameter(torch.ones(64, 80)), nn.Parameter(torch.ones(96, 64)), nn.Parameter(torch.ones(64))]

@@ -37,8 +37,8 @@ def test_everything_that_training_holds_is_within_the_budget(dtype: torch.dtype,
     state += max(0, optimizer.plan.workspace_bytes - MIB) if gradients == "keep" else 0
     assert weights + held + state + MIB <= int(total.removesuffix("MiB")) * MIB
     numel = sum(param.numel() for param in model.parameters())
-    assert optimizer._total is not None
-    parts = optimizer._total.bytes_per_parameter(optimizer.plan)
+    assert optimizer._run.total is not None
+    parts = optimizer._run.total.bytes_per_parameter(optimizer.plan)
     assert sum(parts.values()) * numel == pytest.approx(weights + held + state)
     assert f"{sum(parts.values()):.2f}" in optimizer.total
 
@@ -62,7 +62,7 @@ def with_norms() -> nn.Module:
 )
 def test_the_workspace_of_updates_is_in_the_budget(settings: dict[str, Any], workspace: float) -> None:
     optimizer = build(with_norms(), planner=EffectPlanner(tokens=65536), **settings)
-    total = optimizer._total
+    total = optimizer._run.total
     assert total is not None and "muon" in str(optimizer.plan)
     assert total.workspace(optimizer.plan) == workspace * MIB
     assert optimizer.plan.state_bytes + workspace * MIB <= total.room
@@ -98,7 +98,7 @@ def test_advice_frees_what_it_says() -> None:
     assert "baoc.to_low_precision(model, torch.bfloat16)" in cast and "frees 6.0 MiB" in cast
     assert "baoc.release_gradients(optimizer)" in release and "frees 7.0 MiB" in release
     rooms = {
-        (dtype, gradients): build(model_of(dtype), total_memory="64MiB", gradients=gradients)._total.room  # type: ignore[union-attr]
+        (dtype, gradients): build(model_of(dtype), total_memory="64MiB", gradients=gradients)._run.total.room  # type: ignore[union-attr]
         for dtype in (torch.float32, torch.bfloat16)
         for gradients in ("keep", "release")
     }
@@ -125,9 +125,9 @@ def test_frozen_weights_count() -> None:
     model = model_of()
     model[0].requires_grad_(False)
     optimizer = build(model, total_memory="64MiB")
-    assert optimizer._total is not None
-    assert optimizer._total.tensors.weights == sum(param.nbytes for param in model.parameters())
-    assert optimizer._total.tensors.gradients == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert optimizer._run.total is not None
+    assert optimizer._run.total.tensors.weights == sum(param.nbytes for param in model.parameters())
+    assert optimizer._run.total.tensors.gradients == sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def test_a_checkpoint_and_a_copy_keep_the_budget() -> None:
@@ -145,7 +145,7 @@ def test_parameters_that_join_later_count() -> None:
     optimizer.add_param_group({"params": [("extra", extra)]})
     weights = sum(param.nbytes for param in (*model.parameters(), extra))
     assert 2 * weights + optimizer.plan.state_bytes <= 20 * MIB
-    assert optimizer._total is not None and optimizer._total.tensors.weights == weights
+    assert optimizer._run.total is not None and optimizer._run.total.tensors.weights == weights
     said = optimizer.total
     with pytest.raises(PlanError, match="no room for the parameters of another group"):
         optimizer.add_param_group({"params": [("large", nn.Parameter(torch.randn(2048, 2048)))]})

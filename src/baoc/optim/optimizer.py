@@ -16,17 +16,18 @@ from baoc.core.fused import requested
 from baoc.core.mechanisms import known_settings
 from baoc.core.plan import Plan
 from baoc.core.roles import Role, role_of, roles_of
-from baoc.core.sharding import place_of, rows_per_rank
+from baoc.core.sharding import place_of
 from baoc.core.spec import DEFAULT_BETAS, DEFAULT_WEIGHT, LOW_PRECISION, SMALLEST_WEIGHT, Shape, real_shape
 from baoc.core.splits import Request, Splits, matched
 from baoc.core.text import check_names, one_line
 from baoc.optim import checkpoint, groups, kernels, low_bits, migrate
 from baoc.optim.agreement import Peers
 from baoc.optim.engine import Engine, collect_jobs
-from baoc.optim.groups import Group, Member, Members
+from baoc.optim.groups import Group
 from baoc.optim.guard import Guard, Watch
 from baoc.optim.kernels import graphs
 from baoc.optim.kernels.job import advance_ages
+from baoc.optim.members import Member, Members, allocate, refuse_offloading, refuse_two_answers
 from baoc.optim.staging import BUCKET_BYTES, bucket_bytes
 from baoc.optim.state import held_bytes, state_bytes
 
@@ -116,10 +117,10 @@ class BlockOptimizer(torch.optim.Optimizer):
             split=split,
         )
         self._plan_given |= plan is not None
-        shapes = self._shapes()
-        roles = self._roles_of(shapes)
+        members = self._current_members()
+        shapes, roles = members.shapes, self._roles_of(members.shapes)
         if isinstance(plan, Plan):
-            groups.refuse_two_answers(self.members(), Plan.uniform(self._default, shapes, roles, self._dtypes()))
+            refuse_two_answers(members.all, Plan.uniform(self._default, shapes, roles, members.dtypes))
             plan.check(shapes)
         else:
             Plan.refuse_unsuited(self._default, shapes, roles)
@@ -130,7 +131,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             chosen = plan.split(self._splits)
         if plan is not None:
             groups.refuse_idle(chosen, settings)
-        chosen = chosen.with_low_bits(self._low_precision(), SMALLEST_WEIGHT)
+        chosen = chosen.with_low_bits(members.low_precision, SMALLEST_WEIGHT)
         weight = _weight_of_casts(self._default if plan is None else plan)
         self._install_plan(chosen if offload is None else chosen.offloaded(host=offload), weight)
 
@@ -305,7 +306,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             named = [(name, param) for name, param in groups.named_params(self.param_groups) if name not in before]
             plan = self._extended(before, index, configuration, named)
             new = (Member(name, param, group, plan.block_of(name), place_of(param, name)) for name, param in named)
-            groups.refuse_offloading(new, plan)
+            refuse_offloading(new, plan)
             checkpoint.reserve(self.param_groups, checkpoint.PLAN)
             if any(param.dtype in LOW_PRECISION for _, param in named):
                 checkpoint.reserve(self.param_groups, checkpoint.WEIGHTS)
@@ -421,12 +422,12 @@ class BlockOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> Plan:
         """The plan in use."""
-        rows = self._rows_per_rank()
+        rows = self._current_members().rows
         return self._plan if self._plan.rows == rows else dataclasses.replace(self._plan, rows=rows)
 
     def _install_plan(self, plan: Plan, weight: str = SMALLEST_WEIGHT) -> None:
         """Set the first plan and allocate the state of every trainable parameter."""
-        groups.refuse_offloading(self.members(), plan)
+        refuse_offloading(self.members(), plan)
         Members(self.param_groups, plan)  # refuses slot w of fp32 parameters, which a cast would drop
         self.__dict__.update(_plan=plan, _weight=weight, _is_planned=True, _members=None)
         low_bits.warn_of_lost_updates(self.members())
@@ -453,10 +454,10 @@ class BlockOptimizer(torch.optim.Optimizer):
         """
         weight = _weight_of_casts(plan)
         if not isinstance(plan, Plan):
-            shapes = self._shapes()
-            roles = self._roles_of(shapes)
-            Plan.refuse_unsuited(parse(plan), shapes, roles)
-            plan = Plan.uniform(plan, shapes, roles, self._dtypes()).offloaded(host=bool(self._offload))
+            members = self._current_members()
+            roles = self._roles_of(members.shapes)
+            Plan.refuse_unsuited(parse(plan), members.shapes, roles)
+            plan = Plan.uniform(plan, members.shapes, roles, members.dtypes).offloaded(host=bool(self._offload))
             plan = plan.split(self._splits)
         self._change_plan(plan, weight, inherit=inherit)
 
@@ -466,15 +467,14 @@ class BlockOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Convert all state to a plan. ``attempt`` calls what may fail for lack of memory and asks no other rank."""
         self.synchronize()
-        members = self.members()
-        plan.check(self._shapes())
-        plan = plan.with_low_bits(self._low_precision(), SMALLEST_WEIGHT)
-        groups.refuse_offloading(members, plan)
+        members = self._current_members()
+        plan.check(members.shapes)
+        plan = plan.with_low_bits(members.low_precision, SMALLEST_WEIGHT)
+        refuse_offloading(members.all, plan)
         has_stepped, self._weight = self._steps > 0, weight
-        # ranks that share a parameter communicate in here
-        begin = migrate.alone if any(member.place.ranks for member in members) else attempt
+        begin = migrate.alone if members.ranks else attempt  # ranks that share a parameter communicate in here
         self._change = begin(
-            lambda: migrate.Change(members, self.state, plan, has_stepped=has_stepped, inherit=inherit)
+            lambda: migrate.Change(members.all, self.state, plan, has_stepped=has_stepped, inherit=inherit)
         )
         try:
             self._change.run(attempt)
@@ -519,7 +519,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             self._follow_groups()
             self._members = Members(self.param_groups, self._plan)
             if self._is_planned:
-                groups.allocate(self._members.all, self.state)
+                allocate(self._members.all, self.state)
                 low_bits.take_over(self._members.all, self.state)
         return self._members
 
@@ -549,21 +549,6 @@ class BlockOptimizer(torch.optim.Optimizer):
         self._splits = {names.get(pattern, pattern): split for pattern, split in self._splits.items()}
         plan = self._plan.renamed(names)
         self._plan = dataclasses.replace(plan, blocks=tuple(block for block in plan.blocks if block.parameters))
-
-    def _rows_per_rank(self) -> dict[str, int]:
-        """Return the most rows that a rank has of each sharded parameter."""
-        places = ((member.name, member.shape, member.place.ranks) for member in self.members())
-        return {name: rows_per_rank(shape[0], ranks.size) for name, shape, ranks in places if ranks is not None}
-
-    def _shapes(self) -> dict[str, Shape]:
-        return {member.name: member.shape for member in self.members()}
-
-    def _dtypes(self) -> dict[str, torch.dtype]:
-        return {member.name: member.param.dtype for member in self.members()}
-
-    def _low_precision(self) -> frozenset[str]:
-        """Return the names of 16-bit parameters."""
-        return frozenset(name for name, dtype in self._dtypes().items() if dtype in LOW_PRECISION)
 
     # ---- what a logger shows ----
 

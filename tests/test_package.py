@@ -36,7 +36,7 @@ LAYERS = {
     ],
     "optim": [
         *("agreement", "state", "groups", "members", "kernels", "low_bits", "staging", "engine", "guard", "migrate"),
-        *("torch_state", "checkpoint", "optimizer", "release"),
+        *("assignment", "torch_state", "checkpoint", "optimizer", "release"),
     ],
     "planners": [
         *("model_facts", "base", "total", "patterns", "cost", "placement", "lr_multipliers", "trust"),

@@ -134,7 +134,7 @@ class BAOC(BlockOptimizer):
         planned = self.__dict__.pop("_joined")
         named = {member.name: member.param for member in members.all if member.name in planned}
         facts = ModelFacts.of(params if isinstance(params, nn.Module) else named)
-        facts = dataclasses.replace(facts, splits=matched(self._splits, members.shapes))
+        facts = dataclasses.replace(facts, splits=matched(self._assignment.splits, members.shapes))
         self._run = Run.started(settings, facts, planned, members, total)
         self._requested = self._run.settings
         self._install(self._run.first_plan(members), inherit=False)
@@ -180,7 +180,7 @@ class BAOC(BlockOptimizer):
                 tokens = int(ranks[0].sum(count)) or None
             # where ranks do not answer, their tokens are unknown, and all ranks must make the same plan
             tokens = None if self._peers.exist and not self._peers.answer else self._peers.first(tokens)
-            counts = tokens is not None and self._run.settings.planner.counts_tokens and not self._plan_given
+            counts = tokens is not None and self._run.settings.planner.counts_tokens and not self._assignment.is_given
             facts, self._tokens = self._run.facts.with_tokens(tokens), None
             self._run = self._run.changed(facts=facts, is_stale=self._run.is_stale or counts)
         if self._run.is_stale:
@@ -212,7 +212,6 @@ class BAOC(BlockOptimizer):
             self._share_tensors()
 
     def _rename(self, names: Mapping[str, str]) -> None:
-        super()._rename(names)
         if "_run" in self.__dict__:  # else in torch's constructor
             self._run = self._run.renamed(names)
 
@@ -318,24 +317,26 @@ class BAOC(BlockOptimizer):
             self._joined += new if is_planned else []
             checkpoint.reserve(self.param_groups, checkpoint.PLANNER)
             return
-        kept = ("_plan", "_plan_given", "_is_planned", "_is_ready", "_run")
-        before, count = {name: self.__dict__[name] for name in kept}, len(self.param_groups)
+        assignment, count = self._assignment, len(self.param_groups)
+        kept = {name: getattr(assignment, name) for name in ("plan", "is_given", "is_installed")}
+        before = {name: self.__dict__[name] for name in ("_run", "_is_ready")}
         joined: Plan | None = None
         try:
-            self._is_planned = False  # allocates nothing until all parameters have a plan
+            assignment.is_installed = False  # allocates nothing until all parameters have a plan
             new = self._join_group(param_group)
-            joined, members = self._plan, self._current_members()
+            joined, members = assignment.plan, self._current_members()
             self._run = self._run.with_new_tensors(members)
             is_planned = is_planned and not (self._run.settings.planner.reads_gradients and self._steps)
             if is_planned:
-                self._run = self._run.with_parameters(new, self._splits, members)
+                self._run = self._run.with_parameters(new, self._assignment.splits, members)
             make = self._run.first_plan if self.is_warming_up else self._run.plan
             self._is_ready = False
             self._install(make(members) if is_planned or not self._run.fits(members, joined) else joined, inherit=True)
         except BaseException as error:
             del self.param_groups[count:]
-            if joined is not None and self._plan is not joined:
-                before.pop("_plan")  # some state was converted, and the plan says which
+            if joined is not None and assignment.plan is not joined:
+                kept.pop("plan")  # some state was converted, and the plan says which
+            assignment.__dict__.update(kept)
             self.__dict__.update(before)
             if isinstance(error, PlanError):
                 raise PlanError(f"there is no room for the parameters of another group: {error}") from error
@@ -352,7 +353,7 @@ class BAOC(BlockOptimizer):
             self._run = self._run.changed(progress=Progress(self._steps, self._steps, failed=True))
             logger.warning("no plan could be made, so training goes on with the current one: %s", error)
             return
-        restarts = self._run.restarts and _assignment(plan) != _assignment(self._plan)
+        restarts = self._run.restarts and _by_parameter(plan) != _by_parameter(self._assignment.plan)
         is_new = self._install(plan, inherit=not restarts, attempt=self._together())
         self._note_plan()
         if is_new:
@@ -374,12 +375,12 @@ class BAOC(BlockOptimizer):
 
     def _install(self, plan: Plan, *, inherit: bool, attempt: migrate.Attempt = migrate.alone) -> bool:
         """Set a plan, and return whether any state is stored or updated in another way."""
-        is_new = not inherit or _assignment(plan) != _assignment(self._plan)
+        is_new = not inherit or _by_parameter(plan) != _by_parameter(self._assignment.plan)
         if is_new:
             self._change_plan(plan, inherit=inherit, attempt=attempt)
         else:
             self._install_plan(plan)
-        self._plan_given = False  # a checkpoint's plan is taken over, and migrated only if the settings differ
+        self._assignment.is_given = False  # a checkpoint's plan is taken over, and migrated only if the settings differ
         self._share_tensors()
         return is_new
 
@@ -419,11 +420,11 @@ class BAOC(BlockOptimizer):
             "progress": [f"{self._steps} steps behind it", f"samples: {self._run.session.nbytes > 0}"],
         }
         self._peers.check_equal(alike)
-        facts, first = self._peers.first((self._run.facts, self._plan))
+        facts, first = self._peers.first((self._run.facts, self._assignment.plan))
         self._run = self._run.changed(facts=facts)
         # a rank with another plan converts by itself, so in here shards must not wait for the others
         attempt = migrate.alone if self._current_members().ranks else self._together()
-        attempt(lambda: first == self._plan or self._install(first, inherit=True))
+        attempt(lambda: first == self._assignment.plan or self._install(first, inherit=True))
 
     # ---- checkpoints and copies ----
 
@@ -457,8 +458,8 @@ class BAOC(BlockOptimizer):
         tokens = None if run.facts.tokens or run.progress.steps else own.facts.tokens
         counts = tokens is not None and run.settings.planner.counts_tokens
         facts = run.facts.with_tokens(tokens)
-        if self._splits_given:
-            facts = dataclasses.replace(facts, splits=matched(self._splits, facts.shapes))
+        if self._assignment.splits_given:
+            facts = dataclasses.replace(facts, splits=matched(self._assignment.splits, facts.shapes))
         run = run.changed(facts=facts, is_stale=run.is_stale or counts, total=own.total)
         return {"_run": run, "_steps": run.progress.steps}
 
@@ -475,5 +476,5 @@ class BAOC(BlockOptimizer):
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
 
-def _assignment(plan: Plan) -> dict[str, tuple[object, ...]]:
+def _by_parameter(plan: Plan) -> dict[str, tuple[object, ...]]:
     return {name: (block.configuration, block.host, block.lr_scale) for name, block in plan.by_parameter}

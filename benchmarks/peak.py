@@ -1,6 +1,6 @@
 """Memory of whole training runs, each in a fresh process: weights, low bits, gradients and state, and checkpoints.
 
-    python -m benchmarks.peak [--method METHOD ...] [--model MODEL ...] [--rows FILE]
+    python -m benchmarks.peak [--method METHOD ...] [--model MODEL ...] [--rows FILE] [--limit SECONDS]
 
 A process builds a model with random weights, trains it for a few steps on sequences that are so short that activations
 do not matter, and reports three things:
@@ -10,7 +10,8 @@ do not matter, and reports three things:
   they are kept, after a step where they are released;
 - the peak (``VmHWM``) of a step, with activations, scratch memory and copies of weights.
 
-Predictions are those of ``baoc fit``. A method that does not run here is in the table with its reason.
+Predictions are those of ``baoc fit``. A method that does not run here, or not within the limit, is in the table with
+its reason.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -32,7 +34,7 @@ from torch import Tensor, nn
 import baoc
 from baoc.core.roles import roles_of
 from baoc.optim.state import held_bytes
-from baoc.tools.fit import bytes_per_parameter
+from baoc.planners.total import parts_of
 from baoc.tools.fit.memory import Measured, Setup
 from experiments.process import forget_peak, peak_bytes, resident_bytes, return_freed
 
@@ -229,15 +231,21 @@ def predicted(model_name: str, method: str) -> dict[str, float] | None:
     setup = Setup(dtype="bf16", length=TOKENS, release=method == "ours-released")
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     plan = baoc.Plan.uniform(PLAN, shapes, roles_of(model))
-    return bytes_per_parameter(plan, Measured(model, activations=0).memory(setup))
+    memory, numel = Measured(model, activations=0).memory(setup), sum(map(math.prod, shapes.values()))
+    return {name: each / numel for name, each in parts_of(plan, memory.weights, memory.gradients, 0).items()}
 
 
-def runs(models: Sequence[str], methods: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield what each process reports."""
+def runs(models: Sequence[str], methods: Sequence[str], limit: float | None = None) -> Iterator[dict[str, Any]]:
+    """Yield what each process reports within ``limit`` seconds."""
     for model in models:
         for method in methods:
             command = [sys.executable, "-m", "benchmarks.peak", "--one", model, method]
-            result = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
+            environment = {**os.environ, **ENVIRONMENT}
+            try:
+                result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+            except subprocess.TimeoutExpired:
+                yield {"model": model, "method": method, "failed": f"not finished after {limit:g} seconds"}
+                continue
             lines = result.stdout.splitlines()
             if result.returncode == 0 and lines:
                 yield {"model": model, "method": method, **json.loads(lines[-1])}
@@ -278,6 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=tuple(MODELS), action="append")
     parser.add_argument("--method", choices=tuple(METHODS), action="append")
     parser.add_argument("--rows", type=Path, help="keep what processes report here, and do not repeat it")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="of a process")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "METHOD"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.one:
@@ -290,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for method in methods:
             if any((row["model"], row["method"]) == (model, method) for row in rows):
                 continue
-            for row in runs([model], [method]):
+            for row in runs([model], [method], arguments.limit):
                 rows.append(row)
                 print(row, file=sys.stderr)
                 if arguments.rows:

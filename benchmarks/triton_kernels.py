@@ -30,7 +30,7 @@ from benchmarks import machine
 CONFIGURATIONS = (*map(str, (*baoc.CATALOG, *baoc.EXTENDED)), "adamw[m=bf16,v=int8]", "adamw[m=int8,v=factored-bf16]")
 SHAPES = ((96, 512), (61, 83), (5008,), (64,))  # rows of whole vectors, and not; large vectors, and small
 DTYPES = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16))
-VECTOR = {"fp32": 16, "bf16": 8}  # bytes that a thread loads at once of four elements
+VECTOR = {"fp32": 16, "bf16": 8, "fp16": 8}  # bytes that a thread loads at once of four elements
 ABOUT = """\
 Every kernel of `kernel="triton"`, compiled on a machine without a GPU; nothing here was run or timed. Registers are the
 most that a thread of any variant takes (variants differ in the dtypes of parameters and gradients, and in the kind of

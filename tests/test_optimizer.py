@@ -531,7 +531,7 @@ def test_an_interrupted_group_is_not_added(where, steps_before, planner, monkeyp
 
     with monkeypatch.context() as patch:
         if where == "join":
-            patch.setattr("baoc.optim.groups.refuse_offloading", stop)
+            patch.setattr("baoc.optim.optimizer.refuse_offloading", stop)
         elif where == "plan":
             patch.setattr(BAOC, "_model", stop)
         else:

@@ -21,8 +21,9 @@ ROOMS: dict[str, set[str]] = {
     "optim": {"core"},
     "planners": {"core", "solve"},
     "plan": ENGINE,
-    "resume": ENGINE,
-    "optimizer": {*ENGINE, "resume", "plan"},
+    "planning": {*ENGINE, "plan"},
+    "resume": {*ENGINE, "planning"},
+    "optimizer": {*ENGINE, "planning", "resume"},
     "integrations": {*ENGINE, "optimizer"},
     "tools": {*ENGINE, "_version", "plan"},
     "__main__": {"tools"},
@@ -34,8 +35,8 @@ LAYERS = {
         *("splits", "fused", "block", "plan", "budget"),
     ],
     "optim": [
-        *("agreement", "state", "groups", "kernels", "low_bits", "staging", "engine", "guard", "migrate"),
-        *("torch_state", "checkpoint", "optimizer", "release"),
+        *("agreement", "state", "groups", "members", "kernels", "low_bits", "staging", "engine", "guard", "migrate"),
+        *("assignment", "torch_state", "checkpoint", "optimizer", "release"),
     ],
     "planners": [
         *("model_facts", "base", "total", "patterns", "cost", "placement", "lr_multipliers", "trust"),

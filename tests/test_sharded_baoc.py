@@ -112,7 +112,7 @@ def trained(rank: int, ranks: int) -> dict[str, Any]:
             "first plan": before.to_json(),
             "plan": optimizer.plan,
             "samples": statistics and {key: each.second for key, each in statistics.records.items()},
-            "facts": optimizer._facts,
+            "facts": optimizer._run.facts,
             "weights": weights(model),
             "held": held_bytes(optimizer),
         }

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from baoc import resume
 from baoc.core.mechanisms import known_settings
-from baoc.core.plan import Block, Plan, PlanError
-from baoc.core.roles import role_of
+from baoc.core.plan import Plan, PlanError
 from baoc.core.sharding import local
 from baoc.core.spec import DEFAULT_BETAS
 from baoc.core.splits import Request, matched
@@ -22,14 +21,13 @@ from baoc.optim import agreement, checkpoint, groups, migrate
 from baoc.optim.groups import Group
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.optim.state import SAMPLES
-from baoc.plan import measured_times
 from baoc.planners.base import AUTO, Budget, Memory, Planner, Progress
 from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import ModelFacts, TokenCounter
 from baoc.planners.paper.planner import PaperPlanner, PaperSession
 from baoc.planners.paper.statistics import GradientStatistics, StatisticsError
-from baoc.planners.total import Tensors, Total
-from baoc.resume import Settings
+from baoc.planners.total import Total
+from baoc.planning import Run, Settings, tensors_in
 
 logger = logging.getLogger("baoc")
 
@@ -123,26 +121,24 @@ class BAOC(BlockOptimizer):
             )
         if total_memory is None and (activations or gradients != "keep"):
             raise PlanError("activations= and gradients= are for total_memory=, which is not given. Leave them out.")
-        self._total: Total | None = None
-        self._requested = self._settings = Settings(Budget(memory, host_memory), EffectPlanner()).changed(
-            planner=planner
-        )
-        self._verbose, self._peers = verbose, agreement.Peers(process_group)
-        self._names: list[str] = []  # parameters to plan: all but those of groups with a configuration of their own
-        self._planned_at: int | None = None
-        self._failed = self._is_stale = self._is_ready = False
+        settings = Settings(Budget(memory, host_memory), EffectPlanner()).changed(planner=planner)
+        self._verbose, self._peers, self._is_ready = verbose, agreement.Peers(process_group), False
+        self._joined: list[str] = []  # parameters to plan, from groups without a configuration of their own
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         self._setup(params, defaults, {}, kernel=kernel, on_nonfinite=on_nonfinite, split=split, peers=self._peers)
+        members, total = self._current_members(), None
         if total_memory is not None:
             everything = params.parameters() if isinstance(params, nn.Module) else ()
             frozen = sum(local(param).nbytes for param in everything if not param.requires_grad)
-            self._total = Total(total_memory, self._tensors(frozen), activations, gradients)
-            self._requested = self._settings = self._settings.changed(memory=self._left)
-        facts = ModelFacts.of(params if isinstance(params, nn.Module) else self._params())
-        self._facts = dataclasses.replace(facts, splits=matched(self._splits, self._shapes()))
-        self._session = self._settings.planner.start(self._params(), self._model())
-        self._install(self._starting_plan(), inherit=False)
-        counts = self._settings.planner.counts_tokens
+            total = Total(total_memory, tensors_in(members, frozen), activations, gradients)
+        planned = self.__dict__.pop("_joined")
+        named = {member.name: member.param for member in members.all if member.name in planned}
+        facts = ModelFacts.of(params if isinstance(params, nn.Module) else named)
+        facts = dataclasses.replace(facts, splits=matched(self._assignment.splits, members.shapes))
+        self._run = Run.started(settings, facts, planned, members, total)
+        self._requested = self._run.settings
+        self._install(self._run.first_plan(members), inherit=False)
+        counts = settings.planner.counts_tokens
         self._tokens = TokenCounter(params) if isinstance(params, nn.Module) and counts else None
         until = ", until the warm-up ends" if self.is_warming_up else ""
         notice(f"{one_line(self.plan)}{until}. print(optimizer.plan) shows it", quiet=not verbose)
@@ -152,7 +148,7 @@ class BAOC(BlockOptimizer):
     @torch.no_grad()
     def _make_step(self, *, must_know: bool = False) -> bool:
         self._begin()
-        is_watching = self._session.is_watching
+        is_watching = self._run.session.is_watching
         was_made = super()._make_step(must_know=must_know or is_watching)
         if was_made and is_watching:
             self._observe()
@@ -164,9 +160,10 @@ class BAOC(BlockOptimizer):
 
     @property
     def _obstacle_to_release(self) -> str | None:
-        name = type(self._settings.planner).__name__
-        if not self._settings.planner.reads_gradients:
+        planner = self._run.settings.planner
+        if not planner.reads_gradients:
             return None
+        name = type(planner).__name__
         return f"{name} samples them in optimizer.step(). Use the default planner, or baoc.make_plan(...) beforehand."
 
     def _prepare_step(self) -> None:
@@ -174,7 +171,7 @@ class BAOC(BlockOptimizer):
         self._peers.find_wrappers(member.param for member in self.members())
         self._agree()
         if self.is_warming_up and not self._steps:  # the model may have moved to another device
-            self._session = self._settings.planner.start(self._params(), self._model())
+            self._run = self._run.restarted(self._current_members())
             self._share_tensors()
         if self._tokens is not None:
             tokens = self._tokens.stop()
@@ -183,13 +180,14 @@ class BAOC(BlockOptimizer):
                 tokens = int(ranks[0].sum(count)) or None
             # where ranks do not answer, their tokens are unknown, and all ranks must make the same plan
             tokens = None if self._peers.exist and not self._peers.answer else self._peers.first(tokens)
-            self._facts, self._tokens = self._facts.with_tokens(tokens), None
-            counts = self._settings.planner.counts_tokens and not self._plan_given
-            self._is_stale |= tokens is not None and counts
-        if self._is_stale:
-            self._is_stale = False
+            counts = tokens is not None and self._run.settings.planner.counts_tokens and not self._assignment.is_given
+            facts, self._tokens = self._run.facts.with_tokens(tokens), None
+            self._run = self._run.changed(facts=facts, is_stale=self._run.is_stale or counts)
+        if self._run.is_stale:
+            self._run = self._run.changed(is_stale=False)
             if self.is_warming_up:
-                self._install(self._peers.decide(self._starting_plan), inherit=True, attempt=self._together())
+                plan = self._peers.decide(lambda: self._run.first_plan(self._current_members()))
+                self._install(plan, inherit=True, attempt=self._together())
             else:
                 self._plan_again()
         self._is_ready = True
@@ -197,29 +195,25 @@ class BAOC(BlockOptimizer):
     def _observe(self) -> None:
         """Let the planner read the gradients of a step that was made, and plan when it is time."""
         self._follow_samples()
-        params = self._params()
-        self._session.observe(params)
-        is_due = self._session.is_due(self._progress, params, self._model())
-        if self._settings.planner.reads_gradients:
+        run, members = self._run, self._current_members()
+        params = run.params(members)
+        run.session.observe(params)
+        is_due = run.session.is_due(self._progress, params, run.model(members))
+        if run.settings.planner.reads_gradients:
             is_due = self._peers.first(is_due)
         if is_due:
             self._plan_again()
 
     def _follow_samples(self) -> None:
         """Sample anew if parameters have left the optimizer since sampling began."""
-        params = self._params()
-        if isinstance(self._session, PaperSession) and not self._session.is_of(params):
-            self._session = self._settings.planner.start(params, self._model())
+        session, members = self._run.session, self._current_members()
+        if isinstance(session, PaperSession) and not session.is_of(self._run.params(members)):
+            self._run = self._run.restarted(members)
             self._share_tensors()
 
     def _rename(self, names: Mapping[str, str]) -> None:
-        super()._rename(names)
-        if "_session" not in self.__dict__:  # torch's constructor
-            return
-        self._names = [names[name] for name in self._names if name in names]
-        self._facts = self._facts.renamed(names)
-        if isinstance(self._session, PaperSession):
-            self._session.forget_names()
+        if "_run" in self.__dict__:  # else in torch's constructor
+            self._run = self._run.renamed(names)
 
     # ---- plans ----
 
@@ -248,18 +242,18 @@ class BAOC(BlockOptimizer):
             PlanError: no plan fits. Nothing has changed.
             StatisticsError: a ``PaperPlanner`` has no gradient statistics. Nothing has changed.
         """
-        before = self._settings, self._session
+        before = self._run
         try:
-            self._settings = self._settings.changed(memory, host_memory, planner)
+            self._run = before.changed(settings=before.settings.changed(memory, host_memory, planner))
             if self._release is not None and self._obstacle_to_release:
                 raise PlanError(f"gradients are released: {self._obstacle_to_release}")
             if planner is not None:
-                self._session = planner.start(self._params(), self._model())
-                self._session.take_over(before[1])
-            plan = self._peers.decide(lambda: self._current_plan(statistics))
+                self._run = self._run.restarted(self._current_members())
+                self._run.session.take_over(before.session)
+            plan = self._peers.decide(lambda: self._run.plan(self._current_members(), statistics))
             self._install(plan, inherit=inherit, attempt=self._together())
         except BaseException:
-            self._settings, self._session = before
+            self._run = before
             raise
         self._note_plan()
         return self.plan
@@ -271,18 +265,18 @@ class BAOC(BlockOptimizer):
         Raises:
             StatisticsError: the planner reads no gradients, or has seen none.
         """
-        if not isinstance(self._session, PaperSession):
+        session, members = self._run.session, self._current_members()
+        if not isinstance(session, PaperSession):
             raise StatisticsError(
-                f"{type(self._settings.planner).__name__} reads no gradients. Use planner=baoc.PaperPlanner(), or "
+                f"{type(self._run.settings.planner).__name__} reads no gradients. Use planner=baoc.PaperPlanner(), or "
                 "baoc.collect_statistics(...) apart from training."
             )
-        return self._session.current_statistics(self._params(), self._model())
+        return session.current_statistics(self._run.params(members), self._run.model(members))
 
     @property
     def is_warming_up(self) -> bool:
         """Whether the planner is still to make the plan that training goes on with."""
-        is_open = self._planned_at is None or self._failed
-        return is_open and self._settings.planner.reads_gradients and self._session.is_watching
+        return self._run.is_warming_up
 
     def metrics(self) -> dict[str, float]:
         """As in :class:`BlockOptimizer`, with more numbers.
@@ -296,10 +290,10 @@ class BAOC(BlockOptimizer):
             Numbers by name.
         """
         numbers = super().metrics() | {"steps": float(self._steps), "warmup": float(self.is_warming_up)}
-        budget = self._settings.budget
-        reference = self._model().reference_bytes(per_rank=budget.is_per_rank)
+        run, budget = self._run, self._run.settings.budget
+        reference = run.model(self._current_members()).reference_bytes(per_rank=budget.is_per_rank)
         more = {
-            "planner_bytes": self._session.nbytes,
+            "planner_bytes": run.session.nbytes,
             "budget_bytes": budget.device_bytes(reference),
             "host_budget_bytes": budget.host_bytes(reference),
         }
@@ -318,97 +312,58 @@ class BAOC(BlockOptimizer):
             PlanError: no plan fits with the new parameters. The group is not added.
         """
         is_planned = "configuration" not in param_group
-        if "_session" not in self.__dict__:  # torch's constructor
+        if "_run" not in self.__dict__:  # torch's constructor
             new = self._join_group(param_group)
-            self._names += new if is_planned else []
+            self._joined += new if is_planned else []
             checkpoint.reserve(self.param_groups, checkpoint.PLANNER)
             return
-        kept = (
-            "_plan",
-            "_names",
-            "_facts",
-            "_session",
-            "_settings",
-            "_total",
-            "_plan_given",
-            "_is_planned",
-            "_is_ready",
-        )
-        before, count = {name: self.__dict__[name] for name in kept}, len(self.param_groups)
+        assignment, count = self._assignment, len(self.param_groups)
+        kept = {name: getattr(assignment, name) for name in ("plan", "is_given", "is_installed")}
+        before = {name: self.__dict__[name] for name in ("_run", "_is_ready")}
         joined: Plan | None = None
         try:
-            self._is_planned = False  # allocates nothing until all parameters have a plan
+            assignment.is_installed = False  # allocates nothing until all parameters have a plan
             new = self._join_group(param_group)
-            joined = self._plan
-            self._count_new_tensors()
-            is_planned = is_planned and not (self._settings.planner.reads_gradients and self._steps)
+            joined, members = assignment.plan, self._current_members()
+            self._run = self._run.with_new_tensors(members)
+            is_planned = is_planned and not (self._run.settings.planner.reads_gradients and self._steps)
             if is_planned:
-                self._plan_for(new)
-            make = self._starting_plan if self.is_warming_up else self._current_plan
+                self._run = self._run.with_parameters(new, self._assignment.splits, members)
+            make = self._run.first_plan if self.is_warming_up else self._run.plan
             self._is_ready = False
-            self._install(make() if is_planned or not self._fits(joined) else joined, inherit=True)
+            self._install(make(members) if is_planned or not self._run.fits(members, joined) else joined, inherit=True)
         except BaseException as error:
             del self.param_groups[count:]
-            if joined is not None and self._plan is not joined:
-                before.pop("_plan")  # some state was converted, and the plan says which
+            if joined is not None and assignment.plan is not joined:
+                kept.pop("plan")  # some state was converted, and the plan says which
+            assignment.__dict__.update(kept)
             self.__dict__.update(before)
             if isinstance(error, PlanError):
                 raise PlanError(f"there is no room for the parameters of another group: {error}") from error
             raise
 
-    def _plan_for(self, new: list[str]) -> None:
-        """Let plans be for new parameters too."""
-        shapes = {name: shape for name, shape in self._shapes().items() if name in new}
-        roles = {name: role_of(shape, name) for name, shape in shapes.items()}
-        self._names = [*self._names, *new]
-        self._facts = dataclasses.replace(
-            self._facts,
-            roles={**self._facts.roles, **roles},
-            splits={**self._facts.splits, **matched(self._splits, shapes)},
-        )
-        if self.is_warming_up:
-            self._session = self._settings.planner.start(self._params(), self._model())
-
     def _plan_again(self) -> None:
         """Plan as the training goes. If no plan can be made, training goes on with the current one."""
         try:
             # without gradients all ranks come to one plan by themselves, even those that others no longer wait for
-            is_shared = self._settings.planner.reads_gradients or not self._steps
-            plan = self._peers.decide(self._current_plan) if is_shared else self._current_plan()
+            run, members = self._run, self._current_members()
+            is_shared = run.settings.planner.reads_gradients or not self._steps
+            plan = self._peers.decide(lambda: run.plan(members)) if is_shared else run.plan(members)
         except Exception as error:
-            self._planned_at, self._failed = self._steps, True
+            self._run = self._run.changed(progress=Progress(self._steps, self._steps, failed=True))
             logger.warning("no plan could be made, so training goes on with the current one: %s", error)
             return
-        is_new = self._install(plan, inherit=not self._restarts(plan), attempt=self._together())
+        restarts = self._run.restarts and _by_parameter(plan) != _by_parameter(self._assignment.plan)
+        is_new = self._install(plan, inherit=not restarts, attempt=self._together())
         self._note_plan()
         if is_new:
             text = f"new plan at step {self._steps}: {one_line(self.plan)}. print(optimizer.plan) shows it"
             notice(text, quiet=not self._verbose)
 
-    def _restarts(self, plan: Plan) -> bool:
-        """Whether state is to start anew with a plan. The first one always takes over the state of the warm-up."""
-        restarts = self._planned_at is not None and not getattr(self._settings.planner, "inherit", True)
-        return restarts and _assignment(plan) != _assignment(self._plan)
-
     def _note_plan(self) -> None:
-        self._planned_at, self._failed = self._steps, False
-        self._session.planned(self.plan)
+        self._run = self._run.changed(progress=Progress(self._steps, self._steps))
+        self._run.session.planned(self.plan)
         self._share_tensors()
-
-    def _starting_plan(self) -> Plan:
-        """The plan before any gradient."""
-        budget = self._budget(self._session.nbytes)
-        return self._with_later(self._settings.planner.initial_plan(self._model(), budget))
-
-    def _current_plan(self, statistics: GradientStatistics | None = None) -> Plan:
-        """The plan for what is known now."""
-        params, model, session = self._params(), self._model(), self._session
-        measured: dict[str, Any] = {}
-        if isinstance(session, PaperSession) and session.needs_times:
-            first, planner = next(iter(params.values())), self._settings.planner
-            dtype = first.dtype if first.dtype.is_floating_point else torch.float32
-            measured["times"] = measured_times(planner, model, first.device, dtype)  # type: ignore[arg-type]
-        return self._with_later(session.plan(params, model, self._budget(), statistics, **measured))
 
     def _together(self) -> migrate.Attempt:
         """Return what calls the parts of a change of plans: what fails on one rank fails on all."""
@@ -420,12 +375,12 @@ class BAOC(BlockOptimizer):
 
     def _install(self, plan: Plan, *, inherit: bool, attempt: migrate.Attempt = migrate.alone) -> bool:
         """Set a plan, and return whether any state is stored or updated in another way."""
-        is_new = not inherit or _assignment(plan) != _assignment(self._plan)
+        is_new = not inherit or _by_parameter(plan) != _by_parameter(self._assignment.plan)
         if is_new:
             self._change_plan(plan, inherit=inherit, attempt=attempt)
         else:
             self._install_plan(plan)
-        self._plan_given = False  # a checkpoint's plan is taken over, and migrated only if the settings differ
+        self._assignment.is_given = False  # a checkpoint's plan is taken over, and migrated only if the settings differ
         self._share_tensors()
         return is_new
 
@@ -434,70 +389,11 @@ class BAOC(BlockOptimizer):
     @property
     def total(self) -> str:
         """With ``total_memory``: bytes per parameter of weights, gradients and state, what each saves, and advice."""
-        return "" if self._total is None else self._total.table(self.plan)
-
-    @property
-    def _left(self) -> str:
-        """What a total budget leaves for state."""
-        assert self._total is not None
-        return self._total.memory(is_sharded=bool(self._current_members().ranks))
-
-    def _count_new_tensors(self) -> None:
-        """Let weights and gradients of another group count in a total budget."""
-        if self._total is None:
-            return
-        before, tensors = self._left, self._total.tensors
-        self._total = dataclasses.replace(self._total, tensors=self._tensors(tensors.frozen))
-        if self._settings.budget.memory == before:  # replan(memory=...) may have set another one
-            self._settings = self._settings.changed(memory=self._left)
-
-    def _tensors(self, frozen: int) -> Tensors:
-        dtypes = {member.name: member.param.dtype for member in self.members()}
-        return Tensors.of(self._shapes(), dtypes, self._rows_per_rank(), frozen)
+        return "" if self._run.total is None else self._run.total.table(self.plan)
 
     @property
     def _progress(self) -> Progress:
-        return Progress(self._steps, self._planned_at, self._failed)
-
-    def _params(self) -> dict[str, Tensor]:
-        """Parameters that plans are made for."""
-        planned = set(self._names)
-        return {member.name: member.param for member in self.members() if member.name in planned}
-
-    def _model(self) -> ModelFacts:
-        planned = set(self._names)
-        shapes = {name: shape for name, shape in self._shapes().items() if name in planned}
-        hyper, one_lr = resume.typical_hyper(self.param_groups)
-        facts = dataclasses.replace(self._facts, low_precision=self._low_precision() & planned)
-        return dataclasses.replace(facts, shapes=shapes, hyper=hyper, one_lr=one_lr, rows=self._rows_per_rank())
-
-    def _budget(self, held: int = 0) -> Budget:
-        """What is left for the parameters that are planned, besides ``held`` bytes of the planner."""
-        budget = self._settings.budget
-        taken = self._device_bytes(Plan(tuple(self._later_blocks())))
-        return dataclasses.replace(budget, reserved=taken + held, planner_bytes=held)
-
-    def _fits(self, plan: Plan) -> bool:
-        budget = self._settings.budget
-        allowed = budget.device_bytes(self._model().reference_bytes(per_rank=budget.is_per_rank))
-        return allowed is None or self._device_bytes(plan) <= allowed
-
-    def _device_bytes(self, plan: Plan) -> int:
-        """Bytes that the budget is for."""
-        plan = dataclasses.replace(plan, rows=self._rows_per_rank())
-        return plan.device_bytes_per_rank if self._settings.budget.is_per_rank else plan.device_bytes
-
-    def _later_blocks(self) -> list[Block]:
-        """Blocks of parameters that are not planned: they keep their configuration."""
-        planned = set(self._names)
-        parts = [{n: s for n, s in block.parameters.items() if n not in planned} for block in self._plan.blocks]
-        return [dataclasses.replace(b, parameters=part) for b, part in zip(self._plan.blocks, parts) if part]
-
-    def _with_later(self, plan: Plan) -> Plan:
-        blocks = (*plan.blocks, *self._later_blocks())
-        assigned = [(name, shape, block) for block in blocks for name, shape in block.parameters.items()]
-        advice = {} if self._total is None else {"advice": list(self._total.advice)}
-        return groups.plan_of(assigned, {**plan.settings, **advice})
+        return dataclasses.replace(self._run.progress, steps=self._steps)
 
     # ---- ranks ----
 
@@ -518,16 +414,17 @@ class BAOC(BlockOptimizer):
         ]
         alike = {
             "parameters": [f"{member.name} of {member.shape}" for member in self.members()],
-            "settings": [f"{key}={value!r}" for key, value in self._settings.plain().items()],
-            "splits": [f"{name}: {split}" for name, split in self._facts.splits.items()],
+            "settings": [f"{key}={value!r}" for key, value in self._run.settings.plain().items()],
+            "splits": [f"{name}: {split}" for name, split in self._run.facts.splits.items()],
             "hyper-parameters": numbers,
-            "progress": [f"{self._steps} steps behind it", f"samples: {self._session.nbytes > 0}"],
+            "progress": [f"{self._steps} steps behind it", f"samples: {self._run.session.nbytes > 0}"],
         }
         self._peers.check_equal(alike)
-        self._facts, first = self._peers.first((self._facts, self._plan))
+        facts, first = self._peers.first((self._run.facts, self._assignment.plan))
+        self._run = self._run.changed(facts=facts)
         # a rank with another plan converts by itself, so in here shards must not wait for the others
         attempt = migrate.alone if self._current_members().ranks else self._together()
-        attempt(lambda: first == self._plan or self._install(first, inherit=True))
+        attempt(lambda: first == self._assignment.plan or self._install(first, inherit=True))
 
     # ---- checkpoints and copies ----
 
@@ -540,7 +437,7 @@ class BAOC(BlockOptimizer):
         self._follow_samples()
         self._share_tensors()
         packed = super().state_dict()
-        run = resume.Run(self._settings, self._progress, self._is_stale, self._facts, self._names, self._session)
+        run = self._run.changed(progress=self._progress)
         text = resume.write(run, self._requested, checkpoint.positions_by_name(self.param_groups))
         checkpoint.write(packed["param_groups"], checkpoint.PLANNER, text)
         return packed
@@ -550,54 +447,34 @@ class BAOC(BlockOptimizer):
         trained = [member.param for member in self.members() if member.is_trained]
         for param in trained:
             self.state[param].pop(SAMPLES, None)
-        if trained and (tensors := resume.tensors_of(self._session)):
+        if trained and (tensors := resume.tensors_of(self._run.session)):
             self.state[trained[0]][SAMPLES] = tensors
 
     def _read_extra(self, loaded: checkpoint.Prepared) -> dict[str, Any]:
         names = [name for name, _ in groups.named_params(self.param_groups)]
-        run = resume.read(loaded, self._requested, self._facts, names, self._names)
+        own = self._run
+        run = resume.read(loaded, self._requested, own.facts, names, own.planned)
         # a state dict of step 0 knows no tokens, but this process may have counted them since
-        tokens = None if run.facts.tokens or run.progress.steps else self._facts.tokens
+        tokens = None if run.facts.tokens or run.progress.steps else own.facts.tokens
         counts = tokens is not None and run.settings.planner.counts_tokens
         facts = run.facts.with_tokens(tokens)
-        if self._splits_given:
-            facts = dataclasses.replace(facts, splits=matched(self._splits, facts.shapes))
-        return {
-            "_settings": run.settings,
-            "_facts": facts,
-            "_names": run.planned,
-            "_session": run.session,
-            "_steps": run.progress.steps,
-            "_planned_at": run.progress.planned_at,
-            "_failed": run.progress.failed,
-            "_is_stale": run.is_stale or counts,
-        }
+        if self._assignment.splits_given:
+            facts = dataclasses.replace(facts, splits=matched(self._assignment.splits, facts.shapes))
+        run = run.changed(facts=facts, is_stale=run.is_stale or counts, total=own.total)
+        return {"_run": run, "_steps": run.progress.steps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._is_ready = False
-        if "_tokens" not in state and self._tokens is not None and (self._facts.tokens or self._steps):
+        if "_tokens" not in state and self._tokens is not None and (self._run.facts.tokens or self._steps):
             self._tokens.stop()  # a resumed run knows them
             self._tokens = None
         self._share_tensors()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = (
-            "_requested",
-            "_settings",
-            "_verbose",
-            "_peers",
-            "_names",
-            "_facts",
-            "_session",
-            "_tokens",
-            "_planned_at",
-            "_failed",
-            "_is_stale",
-            "_total",
-        )
+        own = ("_requested", "_verbose", "_peers", "_tokens", "_run")
         return super().__getstate__() | {name: self.__dict__[name] for name in own}
 
 
-def _assignment(plan: Plan) -> dict[str, tuple[object, ...]]:
+def _by_parameter(plan: Plan) -> dict[str, tuple[object, ...]]:
     return {name: (block.configuration, block.host, block.lr_scale) for name, block in plan.by_parameter}

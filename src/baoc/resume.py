@@ -11,7 +11,6 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,10 +21,11 @@ from baoc.optim import groups
 from baoc.optim.checkpoint import CARRIED, PLAN, CheckpointError, Prepared, positions_by_name
 from baoc.optim.optimizer import BlockOptimizer
 from baoc.optim.state import is_fresh
-from baoc.planners.base import Budget, Memory, Planner, Progress, Session, check_planner, plain_settings
+from baoc.planners.base import Planner, Progress, Session
 from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import REGIMES, ModelFacts
 from baoc.planners.paper.planner import PaperPlanner
+from baoc.planning import Run, Settings, typical_hyper
 
 logger = logging.getLogger("baoc")
 
@@ -39,89 +39,57 @@ _NOT_PLANNED_BY = frozenset(  # settings that no plan depends on, or that only n
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a script asks for: a budget and a planner."""
+def resumed(
+    mine: Settings, requested: Mapping[str, Any], effective: Mapping[str, Any]
+) -> tuple[Settings, dict[str, tuple[Any, Any]]]:
+    """Return the settings of this script when it resumes a run.
 
-    budget: Budget
-    planner: Planner
+    Where this script asks for what the run's script asked for, the run keeps what it had: ``replan`` may have changed
+    it. Where it asks for something else, it gets that.
 
-    def changed(
-        self, memory: Memory | None = None, host_memory: Memory | None = None, planner: Planner | None = None
-    ) -> Settings:
-        """Return other settings; ``None`` keeps what there is."""
-        given: dict[str, Any] = {"memory": memory, "host_memory": host_memory}
-        budget = dataclasses.replace(self.budget, **{key: value for key, value in given.items() if value is not None})
-        return Settings(budget, self.planner if planner is None else check_planner(planner))
+    Args:
+        mine: settings that this script asks for.
+        requested: settings that the run's script asked for.
+        effective: settings that the run had when it was saved.
 
-    def plain(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
-        own = {"memory": self.budget.memory, "host_memory": self.budget.host_memory}
-        return own | plain_settings(self.planner)
-
-    def resumed(
-        self, requested: Mapping[str, Any], effective: Mapping[str, Any]
-    ) -> tuple[Settings, dict[str, tuple[Any, Any]]]:
-        """Return the settings of this script when it resumes a run.
-
-        Where this script asks for what the run's script asked for, the run keeps what it had: ``replan`` may have
-        changed it. Where it asks for something else, it gets that.
-
-        Args:
-            requested: settings that the run's script asked for.
-            effective: settings that the run had when it was saved.
-
-        Returns:
-            The settings, and by name what this script overrules, as (had, gets).
-        """
-        mine = self.plain()
-        planner, overruled = self._resumed_planner(mine, requested, effective)
-        kept = {}
-        for name in _BUDGETS:
-            if mine[name] == requested[name]:
-                kept[name] = effective[name]
-            elif mine[name] != effective[name]:
-                overruled[name] = effective[name], mine[name]
-        return Settings(dataclasses.replace(self.budget, **kept), planner), overruled
-
-    def _resumed_planner(
-        self, mine: Mapping[str, Any], requested: Mapping[str, Any], effective: Mapping[str, Any]
-    ) -> tuple[Planner, dict[str, tuple[Any, Any]]]:
-        """Return the planner, and by name what this script overrules."""
-        own = [name for name in mine if name not in (*_BUDGETS, _KIND)]
-        kind = effective[_KIND]
-        if mine[_KIND] != kind:
-            if all(mine[name] == requested.get(name) for name in (_KIND, *own)) and kind in _PLANNERS:
-                fields = {field.name for field in dataclasses.fields(_PLANNERS[kind])}
-                return _PLANNERS[kind](**{name: effective[name] for name in fields}), {}
-            return self.planner, {_KIND: (kind, mine[_KIND])}
-        planner, overruled = self.planner, {}
-        if requested[_KIND] != mine[_KIND]:  # ``replan`` had changed to this planner before the script did
-            requested = {}
-        for name in own:
-            if mine[name] == effective[name]:
-                continue
-            try:
-                if mine[name] != requested[name]:
-                    raise KeyError(name)
-                planner = dataclasses.replace(planner, **{name: effective[name]})  # type: ignore[type-var]
-            except (LookupError, TypeError, ValueError):  # also a function, of which a checkpoint has only the name
-                overruled[name] = effective[name], mine[name]
-        return planner, overruled
+    Returns:
+        The settings, and by name what this script overrules, as (had, gets).
+    """
+    own = mine.plain()
+    planner, overruled = _resumed_planner(mine.planner, own, requested, effective)
+    kept = {}
+    for name in _BUDGETS:
+        if own[name] == requested[name]:
+            kept[name] = effective[name]
+        elif own[name] != effective[name]:
+            overruled[name] = effective[name], own[name]
+    return Settings(dataclasses.replace(mine.budget, **kept), planner), overruled
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a run has besides state and plan."""
-
-    settings: Settings
-    progress: Progress
-    is_stale: bool
-    """Whether its plan is not that of its settings, so that the next step must plan."""
-    facts: ModelFacts
-    planned: list[str]
-    """Names of the parameters that plans are made for."""
-    session: Session
+def _resumed_planner(
+    planner: Planner, mine: Mapping[str, Any], requested: Mapping[str, Any], effective: Mapping[str, Any]
+) -> tuple[Planner, dict[str, tuple[Any, Any]]]:
+    """Return the planner, and by name what this script overrules."""
+    own = [name for name in mine if name not in (*_BUDGETS, _KIND)]
+    kind = effective[_KIND]
+    if mine[_KIND] != kind:
+        if all(mine[name] == requested.get(name) for name in (_KIND, *own)) and kind in _PLANNERS:
+            fields = {field.name for field in dataclasses.fields(_PLANNERS[kind])}
+            return _PLANNERS[kind](**{name: effective[name] for name in fields}), {}
+        return planner, {_KIND: (kind, mine[_KIND])}
+    overruled = {}
+    if requested[_KIND] != mine[_KIND]:  # ``replan`` had changed to this planner before the script did
+        requested = {}
+    for name in own:
+        if mine[name] == effective[name]:
+            continue
+        try:
+            if mine[name] != requested[name]:
+                raise KeyError(name)
+            planner = dataclasses.replace(planner, **{name: effective[name]})  # type: ignore[type-var]
+        except (LookupError, TypeError, ValueError):  # also a function, of which a checkpoint has only the name
+            overruled[name] = effective[name], mine[name]
+    return planner, overruled
 
 
 def tensors_of(session: Session) -> dict[str, Tensor]:
@@ -197,7 +165,7 @@ def _read(loaded: Prepared, params: Mapping[str, Tensor], mine: Settings, hyper:
         )
     if type(content["is_stale"]) is not bool:
         raise ValueError(f"is_stale is {content['is_stale']!r}")
-    settings, overruled = mine.resumed(content["requested"], content["effective"])
+    settings, overruled = resumed(mine, content["requested"], content["effective"])
     if overruled:
         told = ", ".join(f"{key}={new!r} (it had {old!r})" for key, (old, new) in overruled.items())
         logger.info("resumed with the settings of this script: %s", told)
@@ -223,7 +191,7 @@ def _read(loaded: Prepared, params: Mapping[str, Tensor], mine: Settings, hyper:
         # there are no gradients to plan from: warm up again
         session = settings.planner.start(planned, dataclasses.replace(facts, hyper=hyper))
         progress = dataclasses.replace(progress, planned_at=progress.steps, failed=True)
-    return Run(settings, progress, is_stale, facts, list(planned), session)
+    return Run(settings, facts, list(planned), session, progress, is_stale)
 
 
 def _read_foreign(plan: Plan, mine: Settings, facts: ModelFacts, planned: Mapping[str, Tensor]) -> Run:
@@ -232,17 +200,7 @@ def _read_foreign(plan: Plan, mine: Settings, facts: ModelFacts, planned: Mappin
     shapes = {name: real_shape(param) for name, param in planned.items()}
     facts = dataclasses.replace(facts, shapes=shapes, regime=regime if regime in REGIMES else facts.regime)
     session = mine.planner.start(planned, facts)
-    return Run(mine, Progress(), not mine.planner.reads_gradients, facts, list(planned), session)
-
-
-def typical_hyper(param_groups: Sequence[groups.Group]) -> tuple[Hyper, bool]:
-    """Return hyper-parameters that stand for all groups, and whether these have one learning rate.
-
-    They are those of the first group with the largest decay of all: what decay risks counts if any group has some.
-    """
-    hypers = [groups.hyper(group, f"param group {index}") for index, group in enumerate(param_groups)]
-    decay = max(hyper.weight_decay for hyper in hypers)
-    return dataclasses.replace(hypers[0], weight_decay=decay), len({hyper.lr for hyper in hypers}) <= 1
+    return Run(mine, facts, list(planned), session, is_stale=not mine.planner.reads_gradients)
 
 
 def _read_progress(content: Mapping[str, Any]) -> Progress:

@@ -24,6 +24,8 @@ REPRESENTATIVES = {
     "fp32": Family("adam", "fp32", "fp32", "fp32", "fp32"),
     "int8": ADAM8,
     "int8, bf16 parameters": ADAM8._replace(param="bf16", grad="bf16"),
+    "int8, fp16 parameters": ADAM8._replace(param="fp16", grad="fp16"),
+    "int8, fp16 parameters with low bits": ADAM8._replace(param="fp16", grad="fp16", w="8"),
     "int8, not aligned": ADAM8._replace(aligned=False),
     "int4 and factors": ADAM8._replace(m="int4", v="factored", reductions=("both",)),
     "adafactor": Family("adafactor", "bf16", "bf16", v="factored", reductions=("both",), shares=True),

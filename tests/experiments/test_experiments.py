@@ -74,7 +74,8 @@ def test_only_the_restarting_variant_forgets(variant: str, restarts: bool) -> No
     assert optimizer.plan.settings["warmup_steps"] == 7
     assert youngest() == 7  # the first plan inherits, and the second is the same
     before = optimizer.plan
-    optimizer._settings = optimizer._settings.changed(memory=2.0)  # so that the next plan differs
+    another = optimizer._run.settings.changed(memory=2.0)  # so that the next plan differs
+    optimizer._run = optimizer._run.changed(settings=another)
     train(4)
     assert optimizer.plan.state_bytes > before.state_bytes
     assert youngest() == (0 if restarts else 11)

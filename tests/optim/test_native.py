@@ -21,7 +21,10 @@ from baoc.optim.state import new_state
 from tests.cases import CONFIGURATIONS, SHAPES, by_configuration, by_native_configuration, gradients
 
 HAS_COMPILER = any(map(shutil.which, ("cc", "gcc", "clang")))
-DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
+DTYPES = [
+    *((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16)),
+    (torch.float32, torch.bfloat16),
+]
 LARGE = [(300, 700), (70_001,), (6, 90, 130), (3, 40_000), (48, 40, 3, 3)]  # more than one thread's worth
 
 needs_native = pytest.mark.skipif(words.obstacle() is not None, reason="the native kernels are not built")
@@ -73,8 +76,8 @@ def assert_same_to_rounding(reference: Trained, other: Trained) -> None:
             assert (apart > 0).sum() <= max(1, held.numel() // 1000), key
             continue
         span = held.float().abs().max() * 1e-6
-        if held.dtype == torch.bfloat16:
-            code = 2.0**-7 * held.float().abs() + span
+        if held.dtype in (torch.bfloat16, torch.float16):
+            code = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[held.dtype] * held.float().abs() + span
             assert ((found.float() - held.float()).abs() > code).sum() <= _signs_of_nothing(reference), key
             assert (found != held).sum() <= max(1, held.numel() // 100), key
         else:
@@ -200,8 +203,8 @@ def test_a_learning_rate_of_zero_moves_nothing(configuration, isa):
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_what_it_does_not_serve_runs_eagerly(dtype):
+def test_what_it_does_not_serve_runs_eagerly():
+    dtype = torch.float64
     for configuration in CONFIGURATIONS:
         trained = Trained(configuration, (70, 80), dtype)
         other = trained.copy()

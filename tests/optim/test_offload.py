@@ -37,7 +37,7 @@ from baoc import (
 )
 from baoc.core.mechanisms import MECHANISMS
 from baoc.core.roles import role_of
-from baoc.optim import engine, groups
+from baoc.optim import engine, members
 from baoc.optim.staging import ALIGNMENT, BUFFERS, Load, Pair, PlainLane, aligned, bucket_bytes, buckets
 from baoc.optim.state import held_bytes
 from baoc.planners.placement import NoRoom, placed, plan_traffic, traffic
@@ -89,7 +89,7 @@ class LateLane(PlainLane):
 def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CPU has memory of its own for a while; the lane to it."""
     lane = request.param()
-    monkeypatch.setattr(groups, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(members, "has_own_memory", lambda device: True)
     monkeypatch.setattr(engine, "lane_to", lambda device: lane)
     return lane
 

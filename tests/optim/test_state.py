@@ -228,8 +228,8 @@ def test_torchs_defaults_do_not_matter(configuration, kernel, policy, odd_defaul
 
 
 COMMITS = {
-    *("_change_plan", "run", "plan_so_far", "_finish_change", "_current_members", "allocate", "_join_group"),
-    *("add_param_group", "_follow_groups", "_extended"),
+    *("_change_plan", "change", "run", "plan_so_far", "finish_change", "_current_members", "allocate", "_join_group"),
+    *("add_param_group", "renamed", "follow", "extended"),
 }
 """The functions that install what others compute: an interrupt below them is one at the line that called."""
 

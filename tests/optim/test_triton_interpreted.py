@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baoc import Split, parse
 from baoc.core.codecs.weights import PARAM
+from baoc.core.spec import Hyper
 from baoc.optim.kernels import triton as triton_kernels
 from baoc.optim.kernels.eager import EagerKernel
 from baoc.optim.kernels.job import Job, advance_ages
@@ -22,11 +23,13 @@ from baoc.optim.kernels.triton.tables import Tiles
 from baoc.optim.kernels.triton.verify import HYPER, ExactRoots, Trial
 from baoc.optim.state import new_state
 from baoc.tools.selfcheck import SHAPES
-from tests.cases import CONFIGURATIONS
+from tests.cases import WEIGHTS
 from tests.optim.triton_cases import (
     BF16,
     CPU,
+    FP16,
     FP32,
+    WITH_CODE,
     Refusing,
     Shard,
     assert_equal,
@@ -45,10 +48,10 @@ LOW_BITS = ("16", "8", "sr")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("configuration", WITH_CODE, ids=str)
 def test_it_equals_eager(configuration):
     """All tensors at once, in fp32 and in one mix with bf16. All of it has Triton code."""
-    pairs = [(FP32, FP32), [(BF16, BF16), (FP32, BF16)][CONFIGURATIONS.index(configuration) % 2]]
+    pairs = [(FP32, FP32), [(BF16, BF16), (FP32, BF16)][WITH_CODE.index(configuration) % 2]]
     for param_dtype, grad_dtype in pairs[: 1 if configuration.mechanism_name == "sinkhorn" else None]:
         shapes = shapes_with_code(configuration)
         expected, found = (Trial(configuration, shapes, param_dtype) for _ in range(2))
@@ -60,28 +63,51 @@ def test_it_equals_eager(configuration):
 
 
 @pytest.mark.parametrize(
-    ("configuration", "weight"),
-    [(each, LOW_BITS[index % 3]) for index, each in enumerate(CONFIGURATIONS)]
-    + [(parse("adamw-8"), each) for each in LOW_BITS],
+    ("configuration", "weight", "dtype"),
+    [(each, LOW_BITS[index % 3], BF16) for index, each in enumerate(WITH_CODE)]
+    + [(parse("adamw-8"), each, BF16) for each in LOW_BITS]
+    + [(parse(each), weight, FP16) for each in ("adamw-8", "adafactor", "muon-8") for weight in WEIGHTS],
     ids=str,
 )
-def test_weights_with_low_bits_equal_eager(configuration, weight):
-    """Every configuration with one of the formats of slot ``w``, and one with all of them."""
+def test_weights_with_low_bits_equal_eager(configuration, weight, dtype):
+    """Every configuration with one of the formats of slot ``w``, and some with all of them."""
     spelled, shapes = configuration.with_weight(weight), shapes_with_code(configuration)[:3]
-    expected, found = (Trial(spelled, shapes, BF16) for _ in range(2))
-    for grads in streams(2, BF16, shapes):
+    expected, found = (Trial(spelled, shapes, dtype) for _ in range(2))
+    for grads in streams(2, dtype, shapes):
         with ExactRoots():
             expected.step(EagerKernel(), grads)
             found.step(kernel(), grads)
     if is_exact(configuration):
         assert_equal(expected, found, exact=True)
-    step = {"16": 2.0**-18, "8": 2.0**-15, "sr": 2.0**-7}[weight]
+    step = {"16": 2.0**-18, "8": 2.0**-15}.get(weight, torch.finfo(dtype).eps)
     for ours, theirs in zip(_joined(found), _joined(expected)):
         apart = (ours - theirs).abs() > step * theirs.abs() + 1e-6
         assert apart.sum() <= apart.numel() // 1000
 
 
-@pytest.mark.parametrize("spelling", ["adamw[m=fp8,v=fp8]", "adamw[m=int4a,v=factored]", "muon[m=int4a]"])
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_every_code_of_fp16_takes_the_same_step(weight):
+    """Tiny, infinite and undefined weights."""
+    codes = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(256, 256)
+    layout = parse("sgdw").with_weight(weight).layout(codes.shape)
+    grads = [grad for (grad,) in streams(2, FP16, [(256, 256)])]
+    results = []
+    for each in (EagerKernel(), kernel()):
+        param, state = codes.view(FP16).clone(), new_state(layout, CPU)
+        if "w" in state:
+            state["w"].copy_(codes.flip(0))
+        for grad, lr in zip(grads, (1e-7, 1e-3)):
+            jobs = [Job.of(layout, param, grad, state, Hyper(lr=lr, weight_decay=0.0))]
+            each.run(jobs)
+            advance_ages(jobs)
+        lost = param.isnan()
+        results.append([lost, *(held.masked_fill(lost, 0) for held in (param, state.get("w", param)))])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize(
+    "spelling", ["adamw[m=fp8,v=fp8]", "adamw[m=int4a,v=factored]", "adamw[m=int4a,v=log4]", "muon[m=int4a]"]
+)
 def test_what_has_no_code_is_left_to_the_other_kernel(spelling):
     """The formats of small models. Other tensors of the same configuration are launched."""
     shapes = [*SHAPES, (17, 320)]

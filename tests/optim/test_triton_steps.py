@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baoc import BAOC, BlockOptimizer, PaperPlanner, parse
 from baoc.core.spec import Hyper
-from baoc.optim import groups, kernels
+from baoc.optim import kernels, members
 from baoc.optim.kernels import graphs
 from baoc.optim.kernels import triton as triton_kernels
 from baoc.optim.kernels.eager import EagerKernel
@@ -193,7 +193,7 @@ class Tagged(Tensor):
 
 FALLBACKS = [
     ("the format FactoredFormat of 'v'", "adafactor", torch.ones(8, 16, 5, 5)),
-    ("numbers of type torch.float16", "adamw-8", torch.ones(64, 80, dtype=torch.float16)),
+    ("numbers of type torch.float64", "adamw-8", torch.ones(64, 80, dtype=torch.float64)),
     ("means over the matrices of a stack", "adamw[m=int8,v=factored]", torch.ones(4, 64, 80)),
     ("memory that is not contiguous", "adamw-8", torch.ones(80, 64).t()),
     ("memory that is not contiguous", "muon-8", torch.ones(80, 64).t()),
@@ -240,7 +240,7 @@ def test_an_optimizer_runs_on_the_triton_kernel():
 
 
 def test_matrices_with_momentum_in_host_memory_are_updated(monkeypatch):
-    monkeypatch.setattr(groups, "has_own_memory", lambda device: True)
+    monkeypatch.setattr(members, "has_own_memory", lambda device: True)
     found = []
     for offload in (False, True):
         params = [nn.Parameter(torch.ones(64, 80)), nn.Parameter(torch.ones(96, 64)), nn.Parameter(torch.ones(64))]

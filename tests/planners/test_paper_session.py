@@ -87,10 +87,10 @@ def test_a_warmup_within_the_budget_holds_it_from_the_first_step_with_its_sample
     model = make_model()
     optimizer = baoc(model, memory, warmup_base="budget", replan_every=replan_every)
     budget = memory * optimizer.plan.reference_bytes
-    assert optimizer._session.nbytes > 0
+    assert optimizer._run.session.nbytes > 0
     for step in range(WARMUP):
         assert optimizer.is_warming_up
-        assert optimizer.plan.state_bytes + optimizer._session.nbytes <= budget
+        assert optimizer.plan.state_bytes + optimizer._run.session.nbytes <= budget
         assert state_bytes(optimizer) <= budget
         train(model, optimizer, range(step, step + 1))
     train(model, optimizer, range(WARMUP, WARMUP + 5))
@@ -106,7 +106,7 @@ def test_samples_take_nothing_from_the_plans_budget() -> None:
             optimizer = baoc(model, 0.5, sample_ratio=ratio, replan_every=replan_every)
             train(model, optimizer, range(WARMUP + 4))
             assert optimizer.metrics()["state_bytes"] == state_bytes(optimizer) == optimizer.plan.state_bytes
-            assert optimizer.metrics().get("planner_bytes", 0.0) == optimizer._session.nbytes
+            assert optimizer.metrics().get("planner_bytes", 0.0) == optimizer._run.session.nbytes
             found.append(optimizer.plan.settings["memory_budget"])
         assert found[0] == found[1] == int(0.5 * optimizer.plan.reference_bytes)
 
@@ -119,7 +119,8 @@ def test_online_plans_inherit_state_or_restart_it(inherit: bool) -> None:
     train(model, optimizer, range(WARMUP))
     first = optimizer.plan
     assert max(ages(optimizer)) == WARMUP
-    optimizer._settings = optimizer._settings.changed(memory=0.2)  # so that the next plan differs
+    another = optimizer._run.settings.changed(memory=0.2)  # so that the next plan differs
+    optimizer._run = optimizer._run.changed(settings=another)
     train(model, optimizer, range(WARMUP, WARMUP + 4))
     assert optimizer.plan.state_bytes < first.state_bytes
     assert max(ages(optimizer)) == (WARMUP + 4 if inherit else 0)
@@ -265,7 +266,7 @@ def test_the_papers_candidates_fit_any_share() -> None:
 def test_the_warmup_starts_where_the_budget_is_all_but_spent_on_samples() -> None:
     """Samples are not part of the budget while the warm-up itself exceeds it."""
     optimizer = baoc(make_model(), 0.01, sample_ratio=1.0)
-    assert optimizer._session.nbytes > 0.01 * optimizer.plan.reference_bytes
+    assert optimizer._run.session.nbytes > 0.01 * optimizer.plan.reference_bytes
 
 
 # ---- its samples ----
@@ -275,19 +276,19 @@ def test_samples_are_dropped_once_the_plan_is_made() -> None:
     model = make_model()
     optimizer = baoc(model)
     train(model, optimizer, range(WARMUP))
-    assert optimizer._session.nbytes == 0 and not optimizer._session.is_watching
+    assert optimizer._run.session.nbytes == 0 and not optimizer._run.session.is_watching
     assert optimizer.statistics.steps == WARMUP, "what they said is kept"
 
 
 def test_samples_stay_for_the_next_plan() -> None:
     model = make_model()
     optimizer = baoc(model, replan_every=4)
-    held = optimizer._session.nbytes
+    held = optimizer._run.session.nbytes
     steps = []
     for step in range(WARMUP + 9):
         train(model, optimizer, range(step, step + 1))
         steps.append(optimizer.plan.settings.get("warmup_steps", 0))
-        assert optimizer._session.nbytes == held > 0
+        assert optimizer._run.session.nbytes == held > 0
     assert steps == [0] * (WARMUP - 1) + [WARMUP] * 4 + [WARMUP + 4] * 4 + [WARMUP + 8] * 2
 
 

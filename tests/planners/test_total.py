@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from baoc import BAOC, PlanError, release_gradients
+from baoc import BAOC, EffectPlanner, PlanError, release_gradients
 from baoc.planners.total import Tensors, Total, low_bits_bytes
 
 MIB = 2**20
@@ -33,12 +33,56 @@ def test_everything_that_training_holds_is_within_the_budget(dtype: torch.dtype,
     weights = sum(param.nbytes for param in model.parameters())
     held = max(param.nbytes for param in model.parameters()) if gradients == "release" else weights
     state = int(optimizer.metrics()["state_bytes"])
+    state += optimizer.plan.workspace(one_by_one=True) if gradients == "release" else 0  # else activations make room
+    state += max(0, optimizer.plan.workspace_bytes - MIB) if gradients == "keep" else 0
     assert weights + held + state + MIB <= int(total.removesuffix("MiB")) * MIB
     numel = sum(param.numel() for param in model.parameters())
-    assert optimizer._total is not None
-    parts = optimizer._total.bytes_per_parameter(optimizer.plan)
+    assert optimizer._run.total is not None
+    parts = optimizer._run.total.bytes_per_parameter(optimizer.plan)
     assert sum(parts.values()) * numel == pytest.approx(weights + held + state)
     assert f"{sum(parts.values()):.2f}" in optimizer.total
+
+
+def with_norms() -> nn.Module:
+    """Its matrices would have Muon, if there is room."""
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(8) for layer in (nn.LayerNorm(512), nn.Linear(512, 512))]
+    return nn.Sequential(nn.Embedding(1000, 512), *hidden)
+
+
+@pytest.mark.parametrize(
+    ("settings", "workspace"),
+    [
+        ({"total_memory": "64MiB"}, 28.0),
+        ({"total_memory": "64MiB", "activations": "20MiB"}, 8.0),
+        ({"total_memory": "64MiB", "activations": "30MiB"}, 0.0),
+        ({"total_memory": "24MiB", "gradients": "release"}, 4.0),  # one matrix at a time, beside activations
+        ({"total_memory": "64MiB", "activations": "20MiB", "gradients": "release"}, 4.0),
+    ],
+)
+def test_the_workspace_of_updates_is_in_the_budget(settings: dict[str, Any], workspace: float) -> None:
+    optimizer = build(with_norms(), planner=EffectPlanner(tokens=65536), **settings)
+    total = optimizer._run.total
+    assert total is not None and "muon" in str(optimizer.plan)
+    assert total.workspace(optimizer.plan) == workspace * MIB
+    assert optimizer.plan.state_bytes + workspace * MIB <= total.room
+    assert ("\nupdate workspace " in optimizer.total) is (workspace > 0)
+
+
+def test_without_room_for_workspace_plans_have_other_rules() -> None:
+    """State alone would fit, and so it does without activations that are free by then."""
+    tight = build(with_norms(), planner=EffectPlanner(tokens=65536), total_memory="32MiB")
+    assert "muon" not in str(tight.plan) and tight.plan.workspace_bytes == 0
+    assert "update workspace" not in tight.total
+    only = EffectPlanner(tokens=65536, candidates=["muon-8", "adamw-8"], forbid={"*": "adamw*"})
+    with pytest.raises(PlanError, match=r"11.9 MiB are left for state.* 2.1 MiB and 32.0 MiB of workspace"):
+        build(nn.Sequential(*with_norms()[1:]), planner=only, total_memory="28MiB")
+
+
+def test_a_plan_of_the_user_may_exceed_the_budget() -> None:
+    optimizer = build(with_norms(), planner=EffectPlanner(tokens=65536), total_memory="32MiB")
+    optimizer.replan(memory="12MiB")
+    assert "muon" in str(optimizer.plan)
 
 
 def test_more_room_is_used() -> None:
@@ -54,7 +98,7 @@ def test_advice_frees_what_it_says() -> None:
     assert "baoc.to_low_precision(model, torch.bfloat16)" in cast and "frees 6.0 MiB" in cast
     assert "baoc.release_gradients(optimizer)" in release and "frees 7.0 MiB" in release
     rooms = {
-        (dtype, gradients): build(model_of(dtype), total_memory="64MiB", gradients=gradients)._total.room  # type: ignore[union-attr]
+        (dtype, gradients): build(model_of(dtype), total_memory="64MiB", gradients=gradients)._run.total.room  # type: ignore[union-attr]
         for dtype in (torch.float32, torch.bfloat16)
         for gradients in ("keep", "release")
     }
@@ -81,9 +125,9 @@ def test_frozen_weights_count() -> None:
     model = model_of()
     model[0].requires_grad_(False)
     optimizer = build(model, total_memory="64MiB")
-    assert optimizer._total is not None
-    assert optimizer._total.tensors.weights == sum(param.nbytes for param in model.parameters())
-    assert optimizer._total.tensors.gradients == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert optimizer._run.total is not None
+    assert optimizer._run.total.tensors.weights == sum(param.nbytes for param in model.parameters())
+    assert optimizer._run.total.tensors.gradients == sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def test_a_checkpoint_and_a_copy_keep_the_budget() -> None:
@@ -101,7 +145,7 @@ def test_parameters_that_join_later_count() -> None:
     optimizer.add_param_group({"params": [("extra", extra)]})
     weights = sum(param.nbytes for param in (*model.parameters(), extra))
     assert 2 * weights + optimizer.plan.state_bytes <= 20 * MIB
-    assert optimizer._total is not None and optimizer._total.tensors.weights == weights
+    assert optimizer._run.total is not None and optimizer._run.total.tensors.weights == weights
     said = optimizer.total
     with pytest.raises(PlanError, match="no room for the parameters of another group"):
         optimizer.add_param_group({"params": [("large", nn.Parameter(torch.randn(2048, 2048)))]})

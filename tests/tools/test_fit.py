@@ -312,8 +312,8 @@ def test_the_exit_code_says_whether_it_fits(gpu: str, code: int, capsys: pytest.
 def test_the_plan_takes_the_place_of_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     _, short = ask(capsys, *SMALL)
     _, whole = ask(capsys, *SMALL, "--plan")
-    assert "adamw-32  " in short and "x step time expected" in " ".join(short.split()) and "tensors  " not in short
-    assert "tensors" in whole and "adamw-16  " not in whole and "step time: about" in whole
+    assert "\n  adamw-32: " in short and "x step time expected" in " ".join(short.split()) and "tensors  " not in short
+    assert "tensors" in whole and "\n  adamw-16: " not in whole and "step time: about" in whole
 
 
 @pytest.mark.parametrize(

@@ -377,6 +377,17 @@ class Plan:
             >>> Plan.uniform("adamw-8", {"experts": (64, 384, 384)}).workspace_bytes
             0
         """
+        return self.workspace()
+
+    def workspace(self, *, one_by_one: bool = False) -> int:
+        """Return :attr:`workspace_bytes`, or what it is if parameters are updated one by one in the backward pass.
+
+        Args:
+            one_by_one: whether each parameter is updated by itself, as with released gradients.
+
+        Returns:
+            The bytes, on any rank.
+        """
         needed: dict[object, int] = {}
         largest = 0
         for name, block in self.by_parameter:
@@ -385,7 +396,7 @@ class Plan:
                 matrices, rows, cols = as_matrices(block.parameters[name])
                 split = block.splits.get(name)
                 each = workspace(mechanism, split, rows, cols)
-                key = mechanism.name, rows, cols, split
+                key = name if one_by_one else (mechanism.name, rows, cols, split)
                 needed[key] = needed.get(key, 0) + matrices * each
                 largest = max(largest, min(needed[key], max(1, BATCH_NUMEL // each) * each))
         return 4 * largest

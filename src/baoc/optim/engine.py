@@ -19,10 +19,11 @@ from baoc.core.sharding import HOST, WHOLE
 from baoc.core.spec import Reach
 from baoc.core.text import human_bytes
 from baoc.optim import groups, kernels
-from baoc.optim.groups import Group, Member
+from baoc.optim.groups import Group
 from baoc.optim.kernels import Choice, Kernel
 from baoc.optim.kernels.eager import Rows, run_matrices
 from baoc.optim.kernels.job import Job, Numbers
+from baoc.optim.members import Member, checked_state
 from baoc.optim.staging import BUFFERS, Staging, lane_to
 from baoc.optim.state import ParamState, misfit
 
@@ -126,7 +127,7 @@ def collect_jobs(
         if member.needs_view:
             param, grad = place.local(param), place.local(grad)
         if state is None or not memo.knows(param, state if place is WHOLE else place.held(state)):
-            state = groups.checked_state(member, states)
+            state = checked_state(member, states)
             memo.learn(param, place.held(state), member.layout)
         if group is not member.group:
             group = member.group

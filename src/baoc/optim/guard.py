@@ -19,8 +19,8 @@ from baoc.core.mechanisms import pooled_rms
 from baoc.core.sharding import Ranks
 from baoc.core.spec import SPIKE
 from baoc.optim.agreement import Peers
-from baoc.optim.groups import Member
 from baoc.optim.kernels.job import Job
+from baoc.optim.members import Member
 from baoc.optim.state import set_age
 
 # ---- non-finite gradients ----

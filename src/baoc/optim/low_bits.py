@@ -22,9 +22,9 @@ from baoc.core.configuration import Layout
 from baoc.core.rounding import NEAREST
 from baoc.core.sharding import is_sharded, local, shard_of
 from baoc.core.spec import LOW_PRECISION, WEIGHT
-from baoc.optim.groups import Member
 from baoc.optim.kernels.eager import TILE_NUMEL
 from baoc.optim.kernels.update import row_tiles
+from baoc.optim.members import Member
 from baoc.optim.state import ParamState
 
 logger = logging.getLogger("baoc")

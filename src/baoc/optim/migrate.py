@@ -28,9 +28,9 @@ from baoc.core.rounding import NEAREST
 from baoc.core.sharding import HOST, Place, local
 from baoc.core.spec import WEIGHT, Hyper
 from baoc.optim import groups
-from baoc.optim.groups import Member
 from baoc.optim.kernels.eager import TILE_NUMEL
 from baoc.optim.kernels.update import row_tiles
+from baoc.optim.members import Member
 from baoc.optim.state import ParamState, ages_of, new_age, new_slot, put_aside, set_age
 
 logger = logging.getLogger("baoc")

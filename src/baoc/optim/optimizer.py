@@ -15,18 +15,20 @@ from baoc.core.configuration import Configuration, parse
 from baoc.core.fused import requested
 from baoc.core.mechanisms import known_settings
 from baoc.core.plan import Plan
-from baoc.core.roles import Role, role_of, roles_of
-from baoc.core.sharding import place_of, rows_per_rank
-from baoc.core.spec import DEFAULT_BETAS, DEFAULT_WEIGHT, LOW_PRECISION, SMALLEST_WEIGHT, Shape, real_shape
-from baoc.core.splits import Request, Splits, matched
+from baoc.core.roles import roles_of
+from baoc.core.sharding import place_of
+from baoc.core.spec import DEFAULT_BETAS, LOW_PRECISION, SMALLEST_WEIGHT, real_shape
+from baoc.core.splits import Request, matched
 from baoc.core.text import check_names, one_line
 from baoc.optim import checkpoint, groups, kernels, low_bits, migrate
 from baoc.optim.agreement import Peers
+from baoc.optim.assignment import Assignment, weight_of_casts
 from baoc.optim.engine import Engine, collect_jobs
-from baoc.optim.groups import Group, Member, Members
+from baoc.optim.groups import Group
 from baoc.optim.guard import Guard, Watch
 from baoc.optim.kernels import graphs
 from baoc.optim.kernels.job import advance_ages
+from baoc.optim.members import Member, Members, refuse_offloading, refuse_two_answers
 from baoc.optim.staging import BUCKET_BYTES, bucket_bytes
 from baoc.optim.state import held_bytes, state_bytes
 
@@ -84,8 +86,6 @@ class BlockOptimizer(torch.optim.Optimizer):
     _saved_norms = ""  # of the last step, from a checkpoint
     _seen_weights: low_bits.Sight | None = None  # after the last step
     _expected_weights: tuple[int, ...] = ()  # fingerprints of the weights that loaded low bits belong to
-    _splits: Splits  # by name or pattern
-    _weight: str  # slot w of parameters that are cast to 16 bits from now on
 
     def __init__(
         self,
@@ -115,23 +115,23 @@ class BlockOptimizer(torch.optim.Optimizer):
             offload_bucket=offload_bucket,
             split=split,
         )
-        self._plan_given |= plan is not None
-        shapes = self._shapes()
-        roles = self._roles_of(shapes)
+        assignment, members = self._assignment, self._current_members()
+        assignment.is_given |= plan is not None
         if isinstance(plan, Plan):
-            groups.refuse_two_answers(self.members(), Plan.uniform(self._default, shapes, roles, self._dtypes()))
-            plan.check(shapes)
-        else:
-            Plan.refuse_unsuited(self._default, shapes, roles)
-        chosen = plan if isinstance(plan, Plan) else self._plan
-        if isinstance(plan, Plan):
+            roles = assignment.roles_of(members.shapes)
+            defaults = Plan.uniform(assignment.default, members.shapes, roles, members.dtypes)
+            refuse_two_answers(members.all, defaults)
+            plan.check(members.shapes)
             if split is None:
-                self._splits = plan.splits
-            chosen = plan.split(self._splits)
+                assignment.splits = plan.splits
+            chosen = plan.split(assignment.splits)
+        else:
+            Plan.refuse_unsuited(assignment.default, members.shapes, assignment.roles_of(members.shapes))
+            chosen = assignment.plan
         if plan is not None:
             groups.refuse_idle(chosen, settings)
-        chosen = chosen.with_low_bits(self._low_precision(), SMALLEST_WEIGHT)
-        weight = _weight_of_casts(self._default if plan is None else plan)
+        chosen = chosen.with_low_bits(members.low_precision, SMALLEST_WEIGHT)
+        weight = weight_of_casts(assignment.default if plan is None else plan)
         self._install_plan(chosen if offload is None else chosen.offloaded(host=offload), weight)
 
     def _setup(
@@ -163,24 +163,20 @@ class BlockOptimizer(torch.optim.Optimizer):
                 "offload some blocks, pass a plan such as plan.offloaded('matrices')."
             )
         self._engine = Engine(kernel, bucket_bytes(offload_bucket))
-        self._offload = offload
         self._guard = Guard(on_nonfinite, peers)
         self._watch = Watch()
-        self._default = parse(DEFAULT_CONFIGURATION if configuration is None else configuration)
-        self._roles = roles_of(params) if isinstance(params, nn.Module) else {}
-        self._splits, self._splits_given = requested(split, params), split is not None
-        self._plan = Plan(())
-        self._weight = SMALLEST_WEIGHT
-        self._plan_given = self._is_planned = False
+        roles = roles_of(params) if isinstance(params, nn.Module) else {}
+        default = parse(DEFAULT_CONFIGURATION if configuration is None else configuration)
+        self._assignment = Assignment(
+            default, roles, requested(split, params), splits_given=split is not None, offload=offload
+        )
         self._steps = 0  # made since construction or load
-        self._members: Members | None = None
-        self._change: migrate.Change | None = None
         defaults = groups.with_plain_numbers({**defaults, **own, **settings})
         groups.check_hyper(defaults, "the defaults")
         super().__init__(groups.named(params), defaults)
         if isinstance(split, Mapping):
             shapes = {name: real_shape(param) for name, param in groups.named_params(self.param_groups)}
-            matched(self._splits, shapes, all_used=True)
+            matched(self._assignment.splits, shapes, all_used=True)
 
     # ---- a step ----
 
@@ -280,7 +276,7 @@ class BlockOptimizer(torch.optim.Optimizer):
             param_group: as in torch. Its ``configuration``, if any, is what its parameters are updated with.
         """
         self._join_group(param_group)
-        if self._is_planned:
+        if self._assignment.is_installed:
             try:
                 self._current_members()
             except BaseException:
@@ -294,27 +290,28 @@ class BlockOptimizer(torch.optim.Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        self._finish_change()
-        index, before = len(self.param_groups), self._plan
+        assignment = self._assignment
+        assignment.finish_change()
+        index, before = len(self.param_groups), assignment.plan
         group = groups.with_plain_numbers(param_group)
         groups.check_hyper({**self.defaults, **group}, f"param group {index}")
-        configuration = parse(group.pop("configuration", self._default))
+        configuration = parse(group.pop("configuration", assignment.default))
         try:
             super().add_param_group(group)
             groups.without_duplicates(self.param_groups[index])
             named = [(name, param) for name, param in groups.named_params(self.param_groups) if name not in before]
-            plan = self._extended(before, index, configuration, named)
+            plan = assignment.extended(before, index, configuration, named)
             new = (Member(name, param, group, plan.block_of(name), place_of(param, name)) for name, param in named)
-            groups.refuse_offloading(new, plan)
+            refuse_offloading(new, plan)
             checkpoint.reserve(self.param_groups, checkpoint.PLAN)
             if any(param.dtype in LOW_PRECISION for _, param in named):
                 checkpoint.reserve(self.param_groups, checkpoint.WEIGHTS)
-            self._plan = plan
+            assignment.plan = plan
         except BaseException:
             del self.param_groups[index:]
-            self._plan = before
+            assignment.plan = before
             raise
-        self._plan_given |= "configuration" in param_group
+        assignment.is_given |= "configuration" in param_group
         return [name for name, _ in named]
 
     def state_dict(self) -> dict[str, Any]:
@@ -359,17 +356,17 @@ class BlockOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        members = self.members()
-        own_plan = self.plan if self._plan_given else None
-        loaded = checkpoint.prepare(state_dict, members, self.param_groups, own_plan, self._offload, self.state)
+        members, assignment = self.members(), self._assignment
+        own_plan = self.plan if assignment.is_given else None
+        loaded = checkpoint.prepare(state_dict, members, self.param_groups, own_plan, assignment.offload, self.state)
         extra = self._read_extra(loaded)
-        splits = self._splits
-        if not self._splits_given:  # a run goes on with the matrices that it has
+        splits = assignment.splits
+        if not assignment.splits_given:  # a run goes on with the matrices that it has
             splits = {name: split for name, split in {**splits, **loaded.splits}.items() if split is not None}
-        plan = loaded.plan.split(splits)
-        content = {"state": loaded.state, "param_groups": loaded.param_groups, "_plan": plan, "_splits": splits}
+        assignment = assignment.changed(plan=loaded.plan.split(splits), splits=splits, is_installed=True)
+        content = {"state": loaded.state, "param_groups": loaded.param_groups, "_assignment": assignment}
         own = {"_saved_norms": loaded.norms, "_expected_weights": loaded.weights, "_seen_weights": None}
-        self.__setstate__({**content, "_is_planned": True, "_steps": 0, **own, **extra})
+        self.__setstate__({**content, "_steps": 0, **own, **extra})
         if self._release is not None:
             self._release.load(loaded.norms)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -383,7 +380,7 @@ class BlockOptimizer(torch.optim.Optimizer):
         Args:
             state_dict: a state dict with a plan; its tensors are not read.
         """
-        self._plan_given = False
+        self._assignment.is_given = False
         self.load_state_dict(state_dict)
 
     def _read_extra(self, loaded: checkpoint.Prepared) -> dict[str, Any]:
@@ -406,29 +403,21 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronize()
-        self._finish_change()
-        own = ("_engine", "_offload", "_guard", "_watch", "_plan_given", "_is_planned", "_default", "_plan", "_roles")
-        return super().__getstate__() | {
-            name: self.__dict__[name] for name in (*own, "_splits", "_splits_given", "_steps", "_weight")
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._members = self._change = None
+        self._assignment.finish_change()
+        own = {name: self.__dict__[name] for name in ("_engine", "_guard", "_watch", "_steps")}
+        return super().__getstate__() | own | {"_assignment": self._assignment.changed()}
 
     # ---- plans ----
 
     @property
     def plan(self) -> Plan:
         """The plan in use."""
-        rows = self._rows_per_rank()
-        return self._plan if self._plan.rows == rows else dataclasses.replace(self._plan, rows=rows)
+        rows, plan = self._current_members().rows, self._assignment.plan
+        return plan if plan.rows == rows else dataclasses.replace(plan, rows=rows)
 
     def _install_plan(self, plan: Plan, weight: str = SMALLEST_WEIGHT) -> None:
         """Set the first plan and allocate the state of every trainable parameter."""
-        groups.refuse_offloading(self.members(), plan)
-        Members(self.param_groups, plan)  # refuses slot w of fp32 parameters, which a cast would drop
-        self.__dict__.update(_plan=plan, _weight=weight, _is_planned=True, _members=None)
+        self._assignment.install(plan, self._current_members(), weight)
         low_bits.warn_of_lost_updates(self.members())
 
     def set_plan(self, plan: Plan | Configuration | str, *, inherit: bool = True) -> None:
@@ -451,13 +440,9 @@ class BlockOptimizer(torch.optim.Optimizer):
             >>> optimizer.plan.state_bytes
             4416
         """
-        weight = _weight_of_casts(plan)
+        weight = weight_of_casts(plan)
         if not isinstance(plan, Plan):
-            shapes = self._shapes()
-            roles = self._roles_of(shapes)
-            Plan.refuse_unsuited(parse(plan), shapes, roles)
-            plan = Plan.uniform(plan, shapes, roles, self._dtypes()).offloaded(host=bool(self._offload))
-            plan = plan.split(self._splits)
+            plan = self._assignment.uniform(plan, self._current_members())
         self._change_plan(plan, weight, inherit=inherit)
 
     @torch.no_grad()
@@ -466,45 +451,12 @@ class BlockOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Convert all state to a plan. ``attempt`` calls what may fail for lack of memory and asks no other rank."""
         self.synchronize()
-        members = self.members()
-        plan.check(self._shapes())
-        plan = plan.with_low_bits(self._low_precision(), SMALLEST_WEIGHT)
-        groups.refuse_offloading(members, plan)
-        has_stepped, self._weight = self._steps > 0, weight
-        # ranks that share a parameter communicate in here
-        begin = migrate.alone if any(member.place.ranks for member in members) else attempt
-        self._change = begin(
-            lambda: migrate.Change(members, self.state, plan, has_stepped=has_stepped, inherit=inherit)
+        members, has_stepped = self._current_members(), self._steps > 0
+        self._assignment.change(
+            plan, members, self.state, weight, has_stepped=has_stepped, inherit=inherit, attempt=attempt
         )
-        try:
-            self._change.run(attempt)
-        finally:
-            self._finish_change()
         low_bits.take_over(self.members(), self.state)
         low_bits.warn_of_lost_updates(self.members())
-
-    def _finish_change(self) -> None:
-        """Make the plan say what :meth:`set_plan` did, however far it came.
-
-        Whatever reads the plan calls this first, so an interrupt in here does no harm.
-        """
-        if self._change is not None:
-            self._change.put_back()
-            plan = self._change.plan_so_far(self._plan)
-            self.__dict__.update(_plan=plan, _plan_given=True, _is_planned=True, _change=None)  # cannot be interrupted
-
-    def _extended(
-        self, plan: Plan, index: int, configuration: Configuration, named: Iterable[tuple[str, Tensor]]
-    ) -> Plan:
-        named = list(named)
-        shapes = {name: real_shape(param) for name, param in named}
-        dtypes = {name: param.dtype for name, param in named}
-        roles, host = self._roles_of(shapes), bool(self._offload)
-        extended = groups.extended(plan, index, configuration, shapes, roles, dtypes, host=host)
-        return extended.split({**matched(self._splits, shapes), **plan.splits})
-
-    def _roles_of(self, shapes: Mapping[str, Shape]) -> dict[str, Role]:
-        return {name: self._roles.get(name) or role_of(shape, name) for name, shape in shapes.items()}
 
     # ---- parameters and their state ----
 
@@ -514,56 +466,15 @@ class BlockOptimizer(torch.optim.Optimizer):
 
     def _current_members(self) -> Members:
         """Return all members, cached until groups, parameters, shapes or the plan change."""
-        self._finish_change()
-        if self._members is None or not self._members.are_current(self.param_groups, self._plan):
-            self._follow_groups()
-            self._members = Members(self.param_groups, self._plan)
-            if self._is_planned:
-                groups.allocate(self._members.all, self.state)
-                low_bits.take_over(self._members.all, self.state)
-        return self._members
-
-    def _follow_groups(self) -> None:
-        """Fit the plan to the parameters that are there: frameworks add and remove groups without notice."""
-        if self._members is not None:
-            self._members.mend_names(self.param_groups)
-        named = dict(groups.named_params(self.param_groups))
-        before = {} if self._members is None else {id(member.param): member.name for member in self._members.all}
-        names = {before[id(param)]: name for name, param in named.items() if id(param) in before}
-        if any(old != name for old, name in names.items()):
-            self._rename(names)
-        new = [(name, param) for name, param in named.items() if name not in self._plan]
-        if new or len(named) != sum(len(block.parameters) for block in self._plan.blocks):
-            kept = groups.restricted(self._plan, {name: real_shape(param) for name, param in named.items()})
-            self._plan = self._extended(kept, len(self.param_groups) - 1, self._default, new)
-        narrow = {name for name, param in named.items() if param.dtype in LOW_PRECISION}
-        if self._is_planned or self._members is not None:  # the model may have been cast: its plan follows
-            self._plan = self._plan.without_low_bits(named.keys() - narrow).with_low_bits(narrow, self._weight)
+        members = self._assignment.current(self.param_groups)
+        if members is None:
+            if names := self._assignment.renamed(self.param_groups):
+                self._rename(names)
+            members = self._assignment.follow(self.param_groups, self.state)
+        return members
 
     def _rename(self, names: Mapping[str, str]) -> None:
-        """Follow parameters without names, which are called by their positions, when others leave before them.
-
-        Args:
-            names: new names by old ones. Parameters that are not there have left.
-        """
-        self._splits = {names.get(pattern, pattern): split for pattern, split in self._splits.items()}
-        plan = self._plan.renamed(names)
-        self._plan = dataclasses.replace(plan, blocks=tuple(block for block in plan.blocks if block.parameters))
-
-    def _rows_per_rank(self) -> dict[str, int]:
-        """Return the most rows that a rank has of each sharded parameter."""
-        places = ((member.name, member.shape, member.place.ranks) for member in self.members())
-        return {name: rows_per_rank(shape[0], ranks.size) for name, shape, ranks in places if ranks is not None}
-
-    def _shapes(self) -> dict[str, Shape]:
-        return {member.name: member.shape for member in self.members()}
-
-    def _dtypes(self) -> dict[str, torch.dtype]:
-        return {member.name: member.param.dtype for member in self.members()}
-
-    def _low_precision(self) -> frozenset[str]:
-        """Return the names of 16-bit parameters."""
-        return frozenset(name for name, dtype in self._dtypes().items() if dtype in LOW_PRECISION)
+        """For subclasses: parameters have new names, here by old ones. Those that are not there have left."""
 
     # ---- what a logger shows ----
 
@@ -616,8 +527,3 @@ class BlockOptimizer(torch.optim.Optimizer):
             numbers = [f"{key}: {value}" for key, value in shown.items() if usual.get(key, self) != value]
             lines.append(f"Parameter Group {index}: {len(group['params'])} tensors, {', '.join(numbers)}")
         return "\n".join([*lines, ")"])
-
-
-def _weight_of_casts(plan: Plan | Configuration | str) -> str:
-    """Return slot ``w`` of parameters that are cast to 16 bits after a plan was set: as if they were before."""
-    return SMALLEST_WEIGHT if isinstance(plan, Plan) else parse(plan).weight or DEFAULT_WEIGHT

@@ -28,10 +28,10 @@ from baoc.core.sharding import Ranks
 from baoc.optim import checkpoint, kernels, low_bits
 from baoc.optim.agreement import Peers
 from baoc.optim.engine import collect_jobs
-from baoc.optim.groups import Member
 from baoc.optim.guard import look
 from baoc.optim.kernels import graphs
 from baoc.optim.kernels.job import Job, advance_ages
+from baoc.optim.members import Member
 from baoc.optim.optimizer import BlockOptimizer
 
 MODES = ("lagged", "exact")

@@ -12,7 +12,8 @@ from baoc.core.configuration import Configuration, parse
 from baoc.core.sharding import HOST
 from baoc.core.spec import DEFAULT_BETAS
 from baoc.optim import migrate
-from baoc.optim.groups import Group, Member
+from baoc.optim.groups import Group
+from baoc.optim.members import Member
 from baoc.optim.state import ParamState, is_fresh
 
 MATURE_AGE = 1000

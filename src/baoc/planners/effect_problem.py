@@ -398,9 +398,9 @@ class EffectProblem:
         return self._unsuited_rows[key]
 
     def _untrusted(self, name: str) -> patterns.Row:
-        """Rules that work on whole matrices, for parameters where they are not trusted."""
-        works_on_matrices = (each.mechanism.reach is Reach.MATRIX for each in self.candidates)
-        return np.array([name in self._not_trusted and works for works in works_on_matrices], dtype=bool)
+        """Rules that work on whole matrices, for parameters where they are not trusted or have no workspace."""
+        is_unwanted = name in self._not_trusted or not self.model.has_workspace
+        return np.array([is_unwanted and each.mechanism.reach is Reach.MATRIX for each in self.candidates], dtype=bool)
 
     def _unmeasured(self, name: str) -> patterns.Row:
         """Configurations without a measured effect. Those that the user names may be chosen all the same."""

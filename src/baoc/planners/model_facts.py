@@ -55,6 +55,7 @@ class ModelFacts:
         rows: of every sharded parameter, the rows that the rank with the most holds.
         low_precision: names of bf16 and fp16 parameters, which have slot ``w``.
         splits: parameters that are several matrices, by name.
+        has_workspace: whether memory has room for what rules for whole matrices need during an update.
 
     Example:
         >>> facts = ModelFacts.of(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2)))
@@ -75,6 +76,7 @@ class ModelFacts:
     rows: Mapping[str, int] = field(default_factory=dict)
     low_precision: frozenset[str] = frozenset()
     splits: Mapping[str, Split] = field(default_factory=dict)
+    has_workspace: bool = True
 
     @classmethod
     def of(cls, params: nn.Module | Mapping[str, Tensor], hyper: Hyper | None = None) -> ModelFacts:

@@ -1,14 +1,14 @@
 """One budget for all of training: weights, gradients, activations and state of a rank.
 
-What a planner may spend is what the others leave. It must not cast a model or release its gradients by itself, so it
-says what that would free: :attr:`Total.advice`.
+What a planner may spend is what the others leave, less what an update needs for a moment. It must not cast a model or
+release its gradients by itself, so it says what that would free: :attr:`Total.advice`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from baoc.core.spec import LOW_PRECISION, WEIGHT, Shape
 from baoc.core.text import human_bytes, table
 
 GRADIENTS = ("keep", "release")
-BASELINE = {"weights": 4.0, "low bits": 0.0, "gradients": 4.0, "state": 8.0}
+WORKSPACE = "update workspace"
+BASELINE = {"weights": 4.0, "low bits": 0.0, "gradients": 4.0, "state": 8.0, WORKSPACE: 0.0}
 """Bytes per parameter of AdamW in fp32."""
 
 
@@ -120,7 +121,7 @@ class Total:
 
     @property
     def room(self) -> int:
-        """Bytes that are left for state, low bits of weights included."""
+        """Bytes that are left for state, low bits of weights included, and for the workspace of an update."""
         return self._total - self._stated - self.tensors.weights - self.gradient_bytes
 
     @property
@@ -140,15 +141,13 @@ class Total:
             found.append(f"baoc.release_gradients(optimizer), and gradients='release' here: frees {human_bytes(freed)}")
         return tuple(found)
 
+    def workspace(self, plan: Plan) -> int:
+        """Return the bytes of an update's workspace for which activations leave no room."""
+        return workspace_bytes(plan, self._stated, is_released=self.gradients == "release")
+
     def bytes_per_parameter(self, plan: Plan) -> dict[str, float]:
-        """Return the bytes of weights, their low bits, gradients and state per trained parameter of this rank."""
-        low = low_bits_bytes(plan)
-        parts = {
-            "weights": self.tensors.weights,
-            "low bits": low,
-            "gradients": self.gradient_bytes,
-            "state": plan.device_bytes_per_rank - low,
-        }
+        """Return the bytes of each part per trained parameter of this rank."""
+        parts = parts_of(plan, self.tensors.weights, self.gradient_bytes, self.workspace(plan))
         return {name: nbytes / max(1, self.tensors.numel) for name, nbytes in parts.items()}
 
     def table(self, plan: Plan) -> str:
@@ -164,19 +163,78 @@ class Total:
         return f"{self.room}B/rank" if is_sharded else f"{self.room}B"
 
 
-def table_of_parts(parts: Mapping[str, float], numel: int) -> str:
+def workspace_bytes(plan: Plan, activations: int, *, is_released: bool) -> int:
+    """Return the bytes of an update's workspace that count besides activations.
+
+    Activations are free when an update begins, unless gradients are released: then it runs in the backward pass.
+
+    Args:
+        plan: the plan. What is updated on the host needs nothing on the device.
+        activations: bytes of activations.
+        is_released: whether gradients are released.
+    """
+    here = replace(plan, blocks=tuple(block for block in plan.blocks if not block.host))
+    return here.workspace(one_by_one=True) if is_released else max(0, here.workspace_bytes - activations)
+
+
+def beside_workspace(
+    make: Callable[[int], Plan], without: Callable[[], Plan], workspace: Callable[[Plan], int], room: int
+) -> Plan:
+    """Return a plan whose state and workspace are within one budget.
+
+    Args:
+        make: returns the plan that leaves some bytes free.
+        without: returns a plan of rules that need no workspace, which is made where the others leave no room for state.
+        workspace: returns the bytes of a plan's workspace.
+        room: bytes that state and workspace may take on a rank.
+
+    Raises:
+        PlanError: no plan fits.
+    """
+    free = 0
+    try:
+        while True:
+            plan = make(free)
+            needed = workspace(plan)
+            if needed <= free or plan.device_bytes_per_rank + needed <= room:
+                return plan
+            free = needed
+    except PlanError:
+        if not free:
+            raise
+    plan = without()
+    if plan.device_bytes_per_rank + workspace(plan) > room:
+        raise PlanError(
+            f"{human_bytes(room)} are left for state, but this planner's smallest plans need "
+            f"{human_bytes(plan.device_bytes_per_rank)} and {human_bytes(workspace(plan))} of workspace for updates of "
+            "whole matrices. Allow other update rules, or give it more memory."
+        )
+    return plan
+
+
+def parts_of(plan: Plan, weights: int, gradients: int, workspace: int) -> dict[str, int]:
+    """Return the bytes of each part on the rank that holds the most: workspace only if there is some."""
+    low_bits = low_bits_bytes(plan)
+    state = {"state": plan.device_bytes_per_rank - low_bits}
+    parts = {"weights": weights, "low bits": low_bits, "gradients": gradients, **state}
+    return {**parts, WORKSPACE: workspace} if workspace else parts
+
+
+def table_of_parts(parts: Mapping[str, float], numel: int, others: Mapping[str, int] | None = None) -> str:
     """Return a table of bytes per parameter, and of what they are less than those of AdamW with fp32 weights.
 
     Args:
-        parts: bytes per parameter of "weights", "low bits", "gradients" and "state".
+        parts: bytes per parameter of what :func:`parts_of` names.
         numel: how many parameters there are.
+        others: bytes of parts that do not grow with the number of parameters, which follow the sum.
     """
     lines = [
         [name, f"{each:.2f}", human_bytes(round(each * numel)), f"{BASELINE[name] - each:+.2f}"]
         for name, each in parts.items()
     ]
     total = sum(parts.values())
-    lines.append(["all", f"{total:.2f}", human_bytes(round(total * numel)), f"{sum(BASELINE.values()) - total:+.2f}"])
+    lines.append(["sum", f"{total:.2f}", human_bytes(round(total * numel)), f"{sum(BASELINE.values()) - total:+.2f}"])
+    lines += [[name, "", human_bytes(nbytes), ""] for name, nbytes in (others or {}).items()]
     header = ["part", "bytes/param", "bytes", "saved/param"]
     return table(header, lines, right=header[1:])
 

@@ -28,12 +28,13 @@ from baoc.core.spec import Buffer, Shape, Slot
 PARAM = "param"
 """The name under which :class:`WeightFormat` finds the parameter among its buffers."""
 
-_NAN, _NAN_FP16 = 0x7FC00000, 0x7E000000  # quiet NaNs without payload, which no rounding can carry into other numbers
+NAN, NAN_FP16 = 0x7FC00000, 0x7E000000  # quiet NaNs without payload, which no rounding can carry into other numbers
 _MAGNITUDE = 0x7FFFFFFF
-_LEAST_NORMAL = 0x38800000  # fp32 bits of 2^-14, the smallest normal number of fp16
-_TOP = 0x47800000  # of 65536, where fp16 ends
-_REBASE = 0x38000000  # fp32 bits minus this are an exponent of fp16 with 23 bits of mantissa
-_INF_FP16, _SUBNORMAL_UNIT = 31 << 26, 2.0**40
+LEAST_NORMAL = 0x38800000  # fp32 bits of 2^-14, the smallest normal number of fp16
+TOP = 0x47800000  # of 65536, where fp16 ends
+REBASE = 0x38000000  # fp32 bits minus this are an exponent of fp16 with 23 bits of mantissa
+NORMAL_FP16, INF_FP16 = 1 << 26, 31 << 26  # widened 2^-14, and what comes after 65504
+SUBNORMAL_UNIT = 2.0**40
 
 
 @dataclass(frozen=True)
@@ -201,12 +202,12 @@ def to_wide(value: Tensor, dtype: torch.dtype) -> Tensor:
     """
     bits = value.contiguous().view(torch.int32)
     if dtype == torch.bfloat16:
-        return torch.where(value.isnan(), _NAN, bits)
+        return torch.where(value.isnan(), NAN, bits)
     magnitude = bits & _MAGNITUDE
-    normal = (magnitude.clamp(max=_TOP) - _REBASE) << 3
-    tiny = (value.abs().clamp(max=2.0**-14) * _SUBNORMAL_UNIT).round().to(torch.int32)
-    wide = torch.where(magnitude >= _LEAST_NORMAL, normal, tiny)
-    wide = torch.where(value.isnan(), _NAN_FP16, wide)
+    normal = (magnitude.clamp(max=TOP) - REBASE) << 3
+    tiny = (value.abs().clamp(max=2.0**-14) * SUBNORMAL_UNIT).round().to(torch.int32)
+    wide = torch.where(magnitude >= LEAST_NORMAL, normal, tiny)
+    wide = torch.where(value.isnan(), NAN_FP16, wide)
     return wide | (bits & ~_MAGNITUDE)
 
 
@@ -223,7 +224,7 @@ def from_wide(wide: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.bfloat16:
         return wide.view(torch.float32)
     magnitude = wide & _MAGNITUDE
-    normal = ((magnitude >> 3) + _REBASE).view(torch.float32)
-    value = torch.where(magnitude >= 1 << 26, normal, magnitude.to(torch.float32) * (1 / _SUBNORMAL_UNIT))
-    value = torch.where(magnitude == _INF_FP16, torch.inf, torch.where(magnitude > _INF_FP16, torch.nan, value))
+    normal = ((magnitude >> 3) + REBASE).view(torch.float32)
+    value = torch.where(magnitude >= NORMAL_FP16, normal, magnitude.to(torch.float32) * (1 / SUBNORMAL_UNIT))
+    value = torch.where(magnitude == INF_FP16, torch.inf, torch.where(magnitude > INF_FP16, torch.nan, value))
     return torch.where(wide < 0, -value, value)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from baoc.core.configuration import BUDGET_REFERENCE, CATALOG, EXTENDED, Configuration, parse
 from baoc.core.mechanisms.normalised import Normalised
 from baoc.core.plan import Block, Plan, PlanError
-from baoc.core.spec import Shape
+from baoc.core.spec import Reach, Shape
 from baoc.core.text import human_bytes
 from baoc.planners import cost, patterns, placement, weights
 from baoc.planners.base import AUTO, Budget
@@ -272,14 +272,13 @@ class PaperProblem:
         return np.array([np.any([rows[name] for name in block], axis=0) for block in self.blocks], dtype=bool)
 
     def _unsuited(self) -> NDArray[np.bool_]:
-        """Which pairs would fall back to another rule for all of a block."""
-        found = [
-            [
-                not any(c.mechanism.suits(shape, self.model.role(name)) for name, shape in block.items())
-                for c in self.candidates
-            ]
-            for block in self.blocks
-        ]
+        """Which pairs would fall back to another rule for all of a block, or have no workspace for their own."""
+        model, found = self.model, []
+        for block in self.blocks:
+            for each in self.candidates:
+                has_room = model.has_workspace or each.mechanism.reach is not Reach.MATRIX
+                suits = any(each.mechanism.suits(shape, model.role(name)) for name, shape in block.items())
+                found.append(not (has_room and suits))
         return np.array(found, dtype=bool).reshape(len(self.blocks), len(self.candidates))
 
     def _measured(self, block: Mapping[str, Shape]) -> risks.BlockMetrics:

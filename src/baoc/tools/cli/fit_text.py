@@ -1,4 +1,4 @@
-"""The output of ``baoc fit`` in 80 columns: a sentence, a bar and a table, or the bytes of state only."""
+"""The output of ``baoc fit`` in 80 columns: a sentence, a bar with a table of its parts, or the bytes of state only."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from baoc.core.configuration import BUDGET_REFERENCE, CATALOG, EXTENDED, parse
 from baoc.core.roles import roles_of
 from baoc.core.spec import Shape
 from baoc.core.text import REGIME_TEXTS, WIDTH, human_bytes, human_count, one_line, short_prediction, table
-from baoc.planners.total import BASELINE
+from baoc.planners.total import WORKSPACE, table_of_parts
 from baoc.tools.cli import screen
 from baoc.tools.estimate import Estimate, estimate, split_excluded, trainable_shapes
 from baoc.tools.fit import GIVEN, SMALLEST, Answer, Change, Choice
 
 BAR_WIDTH = 78
-STATE = "optimizer state"
-WORKSPACE = "update workspace"
 FREE = "free"
 _MARKS = {
     "weights": ("w", "white on blue"),
+    "low bits": ("b", "white on bright_blue"),
     "gradients": ("g", "black on cyan"),
-    STATE: ("s", "black on yellow"),
+    "state": ("s", "black on yellow"),
+    WORKSPACE: ("u", "black on bright_yellow"),
     "activations": ("a", "white on magenta"),
     "gathered layers": ("l", "black on white"),
-    WORKSPACE: ("u", "black on bright_yellow"),
     "reserve": ("r", "white on bright_black"),
     FREE: (".", ""),
 }
@@ -37,42 +36,36 @@ _MARKS = {
 
 
 def print_answer(name: str, model: nn.Module, answer: Answer, *, with_plan: bool = False) -> None:
-    """Print the answer of ``baoc fit``: a sentence, the bar, and one table.
+    """Print the answer of ``baoc fit``: a sentence, the bar, a table of its parts, and other ways.
 
     Args:
         name: The model as the user typed it.
         model: The model.
         answer: The answer.
-        with_plan: Whether the table is the plan instead of a comparison with other optimizers.
+        with_plan: Whether to show the plan instead of a comparison with other optimizers.
     """
     style = "" if answer.gpu is None else "bold green" if answer.fits else "bold red"
     for line in wrap(verdict(name, answer), WIDTH):
         screen.show_styled((line, style))
     screen.show(fill(_setup(model, answer), WIDTH) + "\n")
-    parts = _parts(answer)
-    cells = _cells(parts, BAR_WIDTH - 2)
+    others = {**answer.others, **_free(answer)}
+    cells = _cells(_in_order({**answer.parts, **others}), BAR_WIDTH - 2)
     screen.show_styled("[", *((_MARKS[part][0] * count, _MARKS[part][1]) for part, count in cells.items()), "]")
     screen.show_styled(_limit(answer))
-    for start in range(0, len(parts), 2):
-        left, *right = list(parts.items())[start : start + 2]
-        screen.show_styled(*_legend(*left), *(text for each in right for text in ("       ", *_legend(*each))))
+    header, rule, *rows = table_of_parts(answer.per_parameter, answer.numel, _in_order(others)).splitlines()
+    screen.show(f"    {header}\n    {rule}")
+    for row in rows:
+        mark, style = _MARKS.get(row.partition("  ")[0], (" ", ""))
+        screen.show_styled((f" {mark} ", style), f" {row}")
     if answer.memory.activations is None:
         unknown = f"Activations are not counted: {answer.memory.unknown}. Measure them and pass --activations."
         screen.show("\n" + fill(unknown, WIDTH))
-    plan_or_choices = str(answer.chosen.plan) if with_plan else _choices(answer)
-    parts_of_text = [_bytes_per_parameter(answer), plan_or_choices, *_advice(answer, with_plan)]
-    screen.show("\n" + "\n\n".join(parts_of_text))
+    screen.show("\n" + "\n\n".join(_plan_and_others(answer, with_plan)))
 
 
-def _bytes_per_parameter(answer: Answer) -> str:
-    """Return bytes per parameter of weights, low bits, gradients and state, and what each saves."""
-    weights = "16-bit weights" if answer.setup.precision.weights == 2 else "fp32 weights"
-    how = "released" if answer.setup.release else "kept"
-    found = {name: (each, BASELINE[name] - each) for name, each in answer.per_parameter.items()}
-    found["all"] = (sum(each for each, _ in found.values()), sum(saved for _, saved in found.values()))
-    parts = ", ".join(f"{name} {each:.2f} ({saved:+.2f})" for name, (each, saved) in found.items())
-    text = f"Bytes per parameter, and saved against fp32 AdamW: {parts}. {weights}, gradients {how}."
-    return fill(text, WIDTH)
+def _in_order(parts: Mapping[str, int]) -> dict[str, int]:
+    """Return parts in the order of the bar."""
+    return {part: parts[part] for part in _MARKS if part in parts}
 
 
 def verdict(name: str, answer: Answer) -> str:
@@ -94,7 +87,7 @@ def _setup(model: nn.Module, answer: Answer) -> str:
     setup, count = answer.setup, sum(block.numel for block in answer.chosen.plan.blocks)
     spread = "FSDP2" if setup.fsdp else "a copy on each"
     gpus = ["one GPU"] if setup.world_size == 1 else [f"{setup.world_size} GPUs", spread]
-    extra = ["checkpointing"] if setup.checkpointing else []
+    extra = ["checkpointing"] * setup.checkpointing + ["gradients released"] * setup.release
     each = "" if setup.world_size == 1 else " each"
     regime = REGIME_TEXTS.get(answer.chosen.plan.settings.get("regime", ""), "")
     kind = [regime.removeprefix("in ")] if regime else []
@@ -103,39 +96,46 @@ def _setup(model: nn.Module, answer: Answer) -> str:
     return f"{type(model).__name__}: {', '.join(facts)}"
 
 
-def _legend(part: str, nbytes: int) -> list[str | tuple[str, str]]:
-    mark, style = _MARKS[part]
-    return [" ", (f" {mark} ", style), f" {part:<17}{human_bytes(nbytes):>11}"]
+def _plan_and_others(answer: Answer, with_plan: bool) -> list[str]:
+    """Return the plan, in a sentence or as a table, and what other optimizers and other setups would do."""
+    paragraphs = [str(answer.chosen.plan)] if with_plan else []
+    if answer.fits and not with_plan:
+        said = one_line(answer.chosen.plan)
+        paragraphs.append(fill(f"{_titled(answer.chosen.name)}: {said}. --plan shows it.", WIDTH))
+    # the smallest plan is no advice
+    others = [each for each in answer.choices if each != answer.chosen and each.name != SMALLEST]
+    found = {
+        "Other optimizers:": [] if with_plan else [_other(answer, each.name, each) for each in others],
+        "Other changes, each with the best plan that then fits:": [
+            _other(answer, each.what, each, f" ({each.note})" if each.note else "") for each in answer.changes
+        ],
+    }
+    return [*paragraphs, *("\n".join([title, *lines]) for title, lines in found.items() if lines)]
 
 
-def _advice(answer: Answer, with_plan: bool) -> list[str]:
-    """Return what the table does not say: the plan in a sentence, and other changes of the setup."""
-    has_sentence = answer.fits and not with_plan
-    lines = [fill(f"The plan: {one_line(answer.chosen.plan)}. --plan shows it.", WIDTH)] if has_sentence else []
-    changes = []
-    for change in answer.changes:
-        fits = "" if answer.gpu is None else ", fits" if change.fits else ", does not fit"
-        loss = "" if change.loss is None or not change.fits else f", {_loss(change)}"
-        note = f" ({change.note})" if change.note else ""
-        text = f"{change.what}: {human_bytes(change.total)}{fits}{loss}{note}"
-        changes.append(fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
-    if changes:
-        lines.append("\n".join(["Other changes, each with the best plan that then fits:", *changes]))
-    return lines
+def _titled(name: str) -> str:
+    return f"{name[0].upper()}{name[1:]}"
+
+
+def _other(answer: Answer, name: str, other: Choice | Change, note: str = "") -> str:
+    """Return a line about another optimizer or setup: its memory, and its predicted loss if it fits."""
+    fits = other.fits(answer.gpu) if isinstance(other, Choice) else other.fits
+    verdict = "" if answer.gpu is None else ", fits" if fits else ", does not fit"
+    loss = f", {_loss(other)}" if fits or isinstance(other, Choice) else ""
+    text = f"{name}: {human_bytes(other.total)}{verdict}{loss}{note}"
+    return fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def bytes_by_part(answer: Answer) -> dict[str, int]:
-    """Return the bytes of each part with the chosen plan."""
+    """Return the bytes of each part with the chosen plan, low bits as a part of the state."""
     workspace = {WORKSPACE: answer.chosen.workspace} if answer.chosen.workspace else {}
-    return {**answer.memory.parts, STATE: answer.chosen.state, **workspace}
+    return {**answer.memory.parts, "optimizer state": answer.chosen.state, **workspace}
 
 
-def _parts(answer: Answer) -> dict[str, int]:
-    """Return the bytes of each part in the order of the bar."""
-    parts = bytes_by_part(answer)
-    if answer.gpu is not None and answer.gpu > answer.chosen.total:
-        parts[FREE] = answer.gpu - answer.chosen.total
-    return {part: parts[part] for part in _MARKS if part in parts}
+def _free(answer: Answer) -> dict[str, int]:
+    """Return what the GPU has left, if anything."""
+    spare = 0 if answer.gpu is None else answer.gpu - answer.chosen.total
+    return {FREE: spare} if spare > 0 else {}
 
 
 def _cells(parts: Mapping[str, int], width: int) -> dict[str, int]:
@@ -162,27 +162,6 @@ def _limit(answer: Answer) -> str:
     if answer.chosen.total:
         end = round(end * min(1.0, answer.gpu / answer.chosen.total))
     return f"{label}^".rjust(end + 1) if end >= len(label) else f"{' ' * end}^ {label}".rstrip()
-
-
-def _choices(answer: Answer) -> str:
-    """Compare optimizers. The smallest plan is no advice: it is only shown where no other plan fits."""
-    header = ["optimizer", "state", "all", "fits", "loss"]
-    rows = [
-        [
-            choice.name,
-            human_bytes(choice.state),
-            human_bytes(choice.total),
-            _yes(choice.fits(answer.gpu), answer),
-            _loss(choice),
-        ]
-        for choice in answer.choices
-        if choice.name != SMALLEST or (choice == answer.chosen and answer.fits)
-    ]
-    return table(header, rows, right=["state", "all", "loss"])
-
-
-def _yes(fits: bool, answer: Answer) -> str:
-    return "-" if answer.gpu is None else "yes" if fits else "no"
 
 
 def _loss(choice: Choice | Change) -> str:

@@ -21,7 +21,7 @@ from baoc.planners.effect_table import elements
 from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import ModelFacts
 from baoc.planners.placement import plan_traffic
-from baoc.planners.total import low_bits_bytes
+from baoc.planners.total import beside_workspace, parts_of, workspace_bytes
 from baoc.planners.weights import effect
 from baoc.tools.fit.memory import FitError, Measured, Memory, Setup
 
@@ -89,31 +89,25 @@ class Answer:
         return self.chosen.fits(self.gpu)
 
     @property
-    def per_parameter(self) -> dict[str, float]:
-        """Bytes of weights, their low bits, gradients and state per trained parameter of a rank."""
-        return bytes_per_parameter(self.chosen.plan.sharded(self.setup.shards), self.memory)
+    def parts(self) -> dict[str, int]:
+        """Bytes of weights, their low bits, gradients, state and workspace on a rank."""
+        plan = self.chosen.plan.sharded(self.setup.shards)
+        return parts_of(plan, self.memory.weights, self.memory.gradients, self.chosen.workspace)
+
+    @property
+    def others(self) -> dict[str, int]:
+        """Bytes of everything else there."""
+        return {name: nbytes for name, nbytes in self.memory.parts.items() if name not in self.parts}
 
     @property
     def numel(self) -> int:
         """Trained parameters on the rank that holds the most."""
         return numel_per_rank(self.chosen.plan.sharded(self.setup.shards))
 
-
-def bytes_per_parameter(plan: Plan, memory: Memory) -> dict[str, float]:
-    """Return the bytes of weights, their low bits, gradients and state per trained parameter of a rank.
-
-    Args:
-        plan: the plan; its ``rows`` say what a rank holds.
-        memory: everything but state.
-    """
-    low_bits, numel = low_bits_bytes(plan), max(1, numel_per_rank(plan))
-    parts = {
-        "weights": memory.weights,
-        "low bits": low_bits,
-        "gradients": memory.gradients,
-        "state": plan.device_bytes_per_rank - low_bits,
-    }
-    return {name: nbytes / numel for name, nbytes in parts.items()}
+    @property
+    def per_parameter(self) -> dict[str, float]:
+        """Bytes of :attr:`parts` per trained parameter."""
+        return {name: nbytes / max(1, self.numel) for name, nbytes in self.parts.items()}
 
 
 def numel_per_rank(plan: Plan) -> int:
@@ -141,7 +135,7 @@ class Fitter:
     def __init__(self, measured: Measured, planner: EffectPlanner | None = None) -> None:
         self._measured, self._planner = measured, planner or EffectPlanner()
         self._model = ModelFacts.of(measured.model)
-        self._problems: dict[tuple[int, int, bool], EffectProblem] = {}  # by tokens, shards and 16-bit weights
+        self._problems: dict[tuple[int, int, bool, bool], EffectProblem] = {}
 
     def ask(
         self,
@@ -174,7 +168,7 @@ class Fitter:
         needed = self._measured.memory(setup)
         if memory is None:
             problem = self._problem(setup)
-            plan = _best_plan(problem, gpu, needed, setup.shards, host_memory)
+            plan = self._best_plan(setup, gpu, needed, host_memory)
         else:
             budget = Budget(memory, host_memory)
             problem = self._problem(setup, per_rank=budget.is_per_rank)
@@ -200,10 +194,11 @@ class Fitter:
             return False
         choices = []
         for other in (setup, replace(setup, release=True)):
-            needed, problem = self._measured.memory(other), self._problem(other)
-            plan = _best_plan(problem, gpu, needed, other.shards, host) if memory is None else None
-            plan = problem.plan(Budget(memory, host)) if plan is None and memory is not None else plan
-            assert plan is not None
+            needed = self._measured.memory(other)
+            if memory is None:
+                plan = self._best_plan(other, gpu, needed, host)
+            else:
+                plan = self._problem(other).plan(Budget(memory, host))
             choices.append(_choice("", plan, needed, other))
         kept, released = choices
         if kept.fits(gpu) != released.fits(gpu):
@@ -211,19 +206,39 @@ class Fitter:
         losses = released.loss, kept.loss
         return released.fits(gpu) and None not in losses and losses[0] < losses[1] - self._planner.tolerance  # type: ignore[operator]
 
-    def _problem(self, setup: Setup, *, per_rank: bool = True) -> EffectProblem:
+    def _best_plan(
+        self, setup: Setup, gpu: int | None, needed: Memory, host_memory: float | int | str | None = None
+    ) -> Plan:
+        """Return the best plan that fits on a GPU beside what else is needed, or the smallest plan."""
+        problem = self._problem(setup)
+        plan = problem.plan(Budget(AUTO))
+        if gpu is None or _choice("", plan, needed, setup).fits(gpu):
+            return plan
+        room = gpu - needed.total
+
+        def made(free: int = 0, has_workspace: bool = True) -> Plan:
+            problem = self._problem(setup, has_workspace=has_workspace)
+            plan = problem.plan(Budget(f"{max(0, room - free)}B", host_memory))
+            return plan.sharded(setup.shards) if setup.shards > 1 else plan
+
+        try:
+            return beside_workspace(made, lambda: made(0, False), lambda plan: _workspace(plan, needed, setup), room)
+        except PlanError:  # nothing fits
+            return _smallest_plan(problem)
+
+    def _problem(self, setup: Setup, *, per_rank: bool = True, has_workspace: bool = True) -> EffectProblem:
         """Return the problem of a setup, whose budgets are for each rank or for all ranks together."""
         # Each rank updates only its shard, so the update is a smaller part of the step.
         tokens = self._planner.tokens or self._measured.memory(setup).tokens * setup.shards
         shards = setup.shards if per_rank else 1
         is_narrow = setup.precision.weights == 2
-        key = tokens, shards, is_narrow
+        key = tokens, shards, is_narrow, has_workspace
         if key not in self._problems:
             shapes = self._measured.weights.trained
             rows = {name: rows_per_rank(shape[0], shards) for name, shape in shapes.items() if shape}
             narrow = frozenset(shapes) if is_narrow else frozenset[str]()
             model = replace(self._model, shapes=shapes, tokens=tokens, low_precision=narrow)
-            model = replace(model, rows=rows if shards > 1 else {})
+            model = replace(model, rows=rows if shards > 1 else {}, has_workspace=has_workspace)
             self._problems[key] = self._planner.problem(model, per_rank=shards > 1)
         return self._problems[key]
 
@@ -246,17 +261,17 @@ class Fitter:
         for what, other in others.items():
             if other != setup:
                 memory = self._measured.memory(other)
-                choice = _choice(what, _best_plan(self._problem(other), gpu, memory, other.shards), memory, other)
+                choice = _choice(what, self._best_plan(other, gpu, memory), memory, other)
                 yield Change(what, choice.total, choice.fits(gpu), choice.loss, choice.interval)
 
     def _offloaded(self, setup: Setup, gpu: int | None, needed: Memory) -> Change:
         """Return the change to state in host memory: the best plan, with a bus that transfers in both directions."""
-        plan = _best_plan(self._problem(setup), None, needed, setup.shards).offloaded()
+        plan = self._best_plan(setup, None, needed).offloaded()
         seconds = max(plan_traffic(plan, setup.precision.weights, setup.precision.gradients)) / BUS
         return Change(
             "state in host memory",
-            (total := needed.total + _workspace(plan, needed)),
-            gpu is None or total <= gpu,
+            needed.total,
+            gpu is None or needed.total <= gpu,
             plan.settings.get("expected_loss"),
             predicted_interval(plan.settings),
             f"--host-memory {math.ceil(plan.host_bytes / 2**20)}MiB, at least {seconds:.2g} s a step at "
@@ -266,32 +281,13 @@ class Fitter:
 
 def _choice(name: str, plan: Plan, needed: Memory, setup: Setup) -> Choice:
     state = plan.sharded(setup.shards).device_bytes_per_rank
-    workspace = _workspace(plan, needed)
+    workspace = _workspace(plan, needed, setup)
     total, loss = needed.total + workspace + state, plan.settings.get("expected_loss")
     return Choice(name, plan, state, workspace, total, loss, predicted_interval(plan.settings))
 
 
-def _workspace(plan: Plan, needed: Memory) -> int:
-    """Return the bytes of an update's workspace for which activations leave no room."""
-    return max(0, plan.workspace_bytes - (needed.activations or 0))
-
-
-def _best_plan(
-    problem: EffectProblem,
-    gpu: int | None,
-    needed: Memory,
-    shards: int,
-    host_memory: float | int | str | None = None,
-) -> Plan:
-    """Return the best plan that fits on a GPU beside what else is needed, or the smallest plan."""
-    plan = problem.plan(Budget(AUTO))
-    room = None if gpu is None else gpu - needed.total - _workspace(plan, needed)
-    if room is None or plan.sharded(shards).state_bytes_per_rank <= room:
-        return plan
-    try:
-        return problem.plan(Budget(f"{max(0, room)}B", host_memory))
-    except PlanError:  # nothing fits
-        return _smallest_plan(problem)
+def _workspace(plan: Plan, needed: Memory, setup: Setup) -> int:
+    return workspace_bytes(plan, needed.activations or 0, is_released=setup.release)
 
 
 def _smallest_plan(problem: EffectProblem) -> Plan:

@@ -1,9 +1,9 @@
 """The update in C: one pass over memory in tiles that stay in the L1 cache, and all tensors of a step in one call.
 
 The C code is given addresses and knows nothing of torch, so one build serves every version of it. It serves exactly
-the mechanisms and formats that :mod:`words` names, by their very class, in plain fp32 and bf16 tensors that are
-contiguous in their own order or with channels last. Whatever else there is (a class derived from one of these, other
-dtypes, views, tensor subclasses) the eager kernel runs.
+the mechanisms and formats that :mod:`words` names, by their very class, in plain tensors of fp32, bf16 and fp16 that
+are contiguous in their own order or with channels last. Whatever else there is (a class derived from one of these,
+other dtypes, views, tensor subclasses) the eager kernel runs.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class _NativeRows(EagerRows):
         rest: list[tuple[Job, Tensor]] = []
         for job, direction in zip(jobs, directions):
             # a gradient that is no number has to show in its element, which C code would not know of
-            whole = math.isfinite(job.grad.sum().item())
+            dtype = torch.float32 if job.grad.dtype == torch.float16 else None  # sums in fp16 overflow
+            whole = math.isfinite(job.grad.sum(dtype=dtype).item())
             (moving if whole else rest).append((job, direction))
         by_direction = [job._replace(grad=each, maximize=False, memo=None) for job, each in moving]
         left = {id(job.grad) for job in self._kernel.serve(by_direction, "SGD")}

@@ -5,6 +5,7 @@
 #include "codec.h"
 #include "kernel.h"
 #include "planes.h"
+#include "weights.h"
 
 /* How many of a vector's lanes are left at element `i` of `n`. */
 INLINE int lanes_left(int n, int i) { return n - i < LANES ? n - i : LANES; }
@@ -51,7 +52,10 @@ static float *floats_of(const array *stored, int64_t first, int n, float *out)
         turn_planes(stored, first, n, ordered, 0);
         data = ordered;
     }
-    widen(data, n, out);
+    if (stored->type == FP16)
+        join(FP16, NO_ARRAY, data, NULL, n, out);
+    else
+        widen(data, n, out);
     return out;
 }
 
@@ -59,87 +63,6 @@ static float *floats_of(const array *stored, int64_t first, int n, float *out)
 INLINE uint16_t *halves_of(const job_words *w, int64_t first, uint16_t *ordered)
 {
     return w->param.planes ? ordered : (uint16_t *)(intptr_t)w->param.data + first;
-}
-
-/* Weights of 16 bits with their low bits are read and written four vectors at once, which takes fewer instructions. `type`
- * says what the low bits are, and is known to the compiler. */
-#define FOUR (4 * LANES)
-
-INLINE void join_four(int type, const uint16_t *half, const void *low, float *out)
-{
-    vint upper[4];
-    for (int k = 0; k < 4; k += 2)
-        widen_upper(half + k * LANES, upper + k);
-    for (int k = 0; k < 4; k++) {
-        const vint rest = type == REST8 ? widen_i8((const int8_t *)low + k * LANES) << 8
-                                        : widen_u16((const uint16_t *)low + k * LANES) << 16 >> 16;
-        store_all(out + k * LANES, (vfloat)(upper[k] + rest));
-    }
-}
-
-INLINE void split_four(int type, const float *x, vuint *sequence, uint16_t *half, void *low)
-{
-    vint bits[4];
-    for (int k = 0; k < 4; k++) {
-        bits[k] = weight_bits(load_all(x + k * LANES));
-        if (type == REST8) {
-            bits[k] += noise_of_rest8(*sequence);
-            *sequence = next_rest8_sequence(*sequence);
-        } else if (type == DITHERED) {
-            bits[k] = bits_of_dithered(bits[k], *sequence);
-            *sequence = next_sequence(*sequence);
-        } else if (!type) {
-            bits[k] = bits_of_nearest(bits[k]);
-        }
-    }
-    if (type == REST8)
-        store_second_bytes((int8_t *)low, bits); /* the remainder's bits are those of the number itself */
-    for (int k = 0; k < 4; k += 2) {
-        if (type == REST16)
-            store_lower((uint16_t *)low + k * LANES, bits + k);
-        if (type == REST16 || type == REST8) {
-            bits[k] = bits_of_half(bits[k]);
-            bits[k + 1] = bits_of_half(bits[k + 1]);
-        }
-        store_upper(half + k * LANES, bits + k);
-    }
-}
-
-INLINE int low_bytes(int type) { return type == REST16 ? 2 : type == REST8; }
-
-/* `out` has room for a whole tile, and so for what comes after the last number. */
-INLINE void join(int type, const uint16_t *half, const char *low, int n, float *out)
-{
-    const int each = low_bytes(type);
-    int i = 0;
-    for (; i + FOUR <= n; i += FOUR) {
-        for (int byte = 0; byte < FOUR * each; byte += LINE)
-            fetch(low + (i + FETCHED_AHEAD) * each + byte);
-        join_four(type, half + i, low + i * each, out + i);
-    }
-    if (i < n) {
-        uint16_t last[FOUR] = {0}, last_low[FOUR] = {0};
-        memcpy(last, half + i, (size_t)(n - i) * 2);
-        memcpy(last_low, low + i * each, (size_t)((n - i) * each));
-        join_four(type, last, last_low, out + i);
-    }
-}
-
-INLINE void split(int type, const float *x, int n, vuint sequence, uint16_t *half, char *low)
-{
-    const int each = low_bytes(type);
-    int i = 0;
-    for (; i + FOUR <= n; i += FOUR)
-        split_four(type, x + i, &sequence, half + i, low + i * each);
-    if (i < n) {
-        float numbers[FOUR] = {0};
-        uint16_t last[FOUR], last_low[FOUR];
-        memcpy(numbers, x + i, sizeof(float) * (size_t)(n - i));
-        split_four(type, numbers, &sequence, last, last_low);
-        memcpy(half + i, last, (size_t)(n - i) * 2);
-        if (each)
-            memcpy(low + i * each, last_low, (size_t)((n - i) * each));
-    }
 }
 
 /* The parameter in fp32, joined with its low bits if they are kept. */
@@ -151,11 +74,10 @@ static float *weights_of(const job_words *w, int64_t first, int n, float *out)
     const uint16_t *half = halves_of(w, first, ordered);
     if (w->param.planes)
         turn_planes(&w->param, first, n, ordered, 0);
-    const char *low = (const char *)(intptr_t)w->w.data;
-    if (w->w.type == REST16)
-        join(REST16, half, low + first * 2, n, out);
+    if (w->param.type == FP16)
+        join_stored(FP16, w, first, n, half, out);
     else
-        join(REST8, half, low + first, n, out);
+        join_stored(BF16, w, first, n, half, out);
     return out;
 }
 
@@ -169,16 +91,10 @@ static void write_weights(const job_words *w, int64_t first, int n, float *x)
     }
     uint16_t ordered[TILE];
     uint16_t *half = halves_of(w, first, ordered);
-    char *low = (char *)(intptr_t)w->w.data;
-    const uint32_t phase = (uint32_t)w->w_phase;
-    if (w->w.type == REST16)
-        split(REST16, x, n, (vuint){0}, half, low + first * 2);
-    else if (w->w.type == REST8)
-        split(REST8, x, n, rest8_sequence_at(phase, first), half, low + first);
-    else if (w->w.type == DITHERED)
-        split(DITHERED, x, n, sequence_at(phase, first), half, NULL);
+    if (w->param.type == FP16)
+        split_stored(FP16, w, first, n, x, half);
     else
-        split(NO_ARRAY, x, n, (vuint){0}, half, NULL);
+        split_stored(BF16, w, first, n, x, half);
     if (w->param.planes)
         turn_planes(&w->param, first, n, ordered, 1);
 }

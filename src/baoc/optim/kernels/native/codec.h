@@ -44,27 +44,6 @@ INLINE vint encode_bf16(vfloat x, vint noise)
     return (vint)(((vuint)x + (vuint)(noise + least_noise(BF16_DROPPED))) >> BF16_DROPPED);
 }
 
-
-/* ---- the low bits of bf16 parameters ---- */
-
-/* See codecs/weights.py: the parameter is the upper half of fp32, rounded to nearest, and the remainder is the difference,
- * so that the bits of the weight are the sum of the two. */
-INLINE vint weight_bits(vfloat x) { return choose_int(equal(x, x), (vint)x, vint_of(0x7fc00000)); }
-
-/* Bits whose upper half is the parameter. Without a format of low bits it is rounded to nearest, ties to even, as in torch. */
-INLINE vint bits_of_half(vint bits) { return bits + 0x8000; }
-INLINE vint bits_of_nearest(vint bits) { return bits + 0x7fff + (bits >> 16 & 1); }
-INLINE vint bits_of_dithered(vint bits, vuint sequence)
-{
-    return bits + noise(sequence, BF16_DROPPED) + least_noise(BF16_DROPPED);
-}
-
-/* Noise of a remainder of 8 bits is the upper 8 of the sequence's 23. These come at the top of a word: what is above them
- * needs no mask then. */
-INLINE vuint rest8_sequence_at(uint32_t phase, int64_t first) { return sequence_at(phase, first) << 9; }
-INLINE vuint next_rest8_sequence(vuint sequence) { return sequence + (LANES * PHASE_PER_ELEMENT << 9); }
-INLINE vint noise_of_rest8(vuint sequence) { return (vint)(sequence >> 24); }
-
 /* ---- int8 ---- */
 
 /* A code is the upper bits of an fp32 number, counted from a base that its group's exponent sets, so that codes end with

@@ -12,8 +12,6 @@
 #define INT4_SMALLEST_SCALE 0x1p-100f
 #define INT4_DROPPED 16 /* bits below the point of a level */
 
-INLINE vfloat to_float(vint x) { return __builtin_convertvector(x, vfloat); }
-
 INLINE void unpack_group(const uint8_t *codes, float scale, float *out)
 {
     for (int i = 0; i < INT4_HALF; i += LANES) {
@@ -45,7 +43,7 @@ static void unpack_int4(const array *stored, int64_t row, int64_t first, int n, 
 INLINE vint int4_codes(const float *x, const float *g, float units, vuint sequence, int shift)
 {
     const vfloat value = load_all(x);
-    const vint level = __builtin_convertvector(magnitude(value) * units, vint);
+    const vint level = to_int(magnitude(value) * units);
     const vint dither = noise_at_rest(load_all(g), noise(sequence, INT4_DROPPED), INT4_DROPPED, level, shift);
     return signed_like((level + dither) >> INT4_DROPPED, value);
 }

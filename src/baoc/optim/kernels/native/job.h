@@ -6,7 +6,8 @@
 #include <stdint.h>
 
 #define TYPES(X) X(FP32) X(BF16) X(INT8) X(INT4) X(FACTORED) \
-    X(REST16) X(REST8) X(DITHERED) /* the low bits of a bf16 parameter */ /* from 1 on; 0: the array is not there */
+    X(FP16) /* of parameters and gradients only */ \
+    X(REST16) X(REST8) X(DITHERED) /* the low bits of a parameter */ /* from 1 on; 0: the array is not there */
 #define MECHANISMS(X) X(SGD) X(MOMENTUM) X(ADAM) X(ADAFACTOR) X(LION) X(BALANCED) \
     X(AHEAD) /* writes Nesterov's look ahead to `param`, and makes no update of it */
 
@@ -25,7 +26,7 @@
 
 /* `v` of type FACTORED has its numbers in `v_row`, (outer, matrices, rows), and `v_col`, (outer, matrices, cols); one of
  * them alone makes it a mean along one axis. Balanced updates have factors too, and none of them is stored. `w` has what
- * rounding removed from a bf16 parameter; without it, the parameter is rounded to nearest. */
+ * rounding removed from a parameter of 16 bits; without it, the parameter is rounded to nearest. */
 #define JOB_ARRAYS(X) X(param) X(grad) X(m) X(v) X(v_row) X(v_col) X(w)
 
 #define JOB_SCALARS(X) \

@@ -52,6 +52,8 @@ INLINE vint with_others(vint x, int count, int32_t other)
 }
 
 INLINE vfloat magnitude(vfloat x) { return (vfloat)((vint)x & 0x7fffffff); }
+INLINE vfloat to_float(vint x) { return __builtin_convertvector(x, vfloat); }
+INLINE vint to_int(vfloat x) { return __builtin_convertvector(x, vint); } /* towards zero */
 
 #define LINE 64 /* bytes */
 
@@ -103,6 +105,7 @@ INLINE void store_all(float *to, vfloat x) { memcpy(to, &x, sizeof x); }
 typedef __mmask16 vmask;
 INLINE vmask less(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
 INLINE vmask equal(vfloat a, vfloat b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_EQ_OQ); }
+INLINE vmask less_int(vint a, vint b) { return _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b); }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)_mm512_mask_blend_ps(where, (__m512)no, (__m512)yes); }
 INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)_mm512_maskz_mov_ps(where, (__m512)x); }
 INLINE vint choose_int(vmask where, vint yes, vint no) { return (vint)_mm512_mask_blend_epi32(where, (__m512i)no, (__m512i)yes); }
@@ -190,6 +193,7 @@ INLINE void widen_small(const int8_t *from, vfloat *to)
 typedef vint vmask;
 INLINE vmask less(vfloat a, vfloat b) { return a < b; }
 INLINE vmask equal(vfloat a, vfloat b) { return a == b; }
+INLINE vmask less_int(vint a, vint b) { return a < b; }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)where); }
 INLINE vint choose_int(vmask where, vint yes, vint no) { return (vint)choose(where, (vfloat)yes, (vfloat)no); }
 INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)((vint)x & where); }
@@ -258,6 +262,7 @@ typedef vint vmask;
 
 INLINE vmask less(vfloat a, vfloat b) { return a < b; }
 INLINE vmask equal(vfloat a, vfloat b) { return a == b; }
+INLINE vmask less_int(vint a, vint b) { return a < b; }
 INLINE vint choose_int(vmask where, vint yes, vint no) { return (where & yes) | (~where & no); }
 INLINE vfloat choose(vmask where, vfloat yes, vfloat no) { return (vfloat)choose_int(where, (vint)yes, (vint)no); }
 INLINE vfloat keep_lanes(vmask where, vfloat x) { return (vfloat)((vint)x & where); }
@@ -363,6 +368,13 @@ INLINE void store_second_bytes(int8_t *to, const vint *x)
     store_four_u8((uint8_t *)to, byte, 0);
 }
 #endif
+
+/* To nearest, ties to even, of numbers from 0 to 2^31. From 2^23 on, floats have no fraction. */
+INLINE vint nearest_int(vfloat x)
+{
+    const vfloat one = vfloat_of(0x1p23f);
+    return to_int(choose(less(x, one), (x + one) - one, x));
+}
 
 DEFINE_LOAD(load, vfloat, float, load_all)
 DEFINE_LOAD(load_u16, vint, uint16_t, widen_u16)

@@ -79,7 +79,7 @@ FORMATS: dict[type[Format], str] = {
     Rest8Format: "REST8",
     StochasticFormat: "DITHERED",
 }
-DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16"}
+DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16"}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -130,9 +130,9 @@ def shortfall(job: Job) -> str | None:
     >>> from baoc.core.configuration import parse
     >>> from baoc.core.spec import Hyper
     >>> from baoc.optim.state import new_state
-    >>> weight, layout = torch.zeros(64, 64, dtype=torch.float16), parse("adamw-8").layout((64, 64))
+    >>> weight, layout = torch.zeros(64, 64, dtype=torch.float64), parse("adamw-8").layout((64, 64))
     >>> shortfall(Job.of(layout, weight, weight, new_state(layout, weight.device), Hyper(1e-3)))
-    'numbers are torch.float16, neither fp32 nor bf16'
+    'numbers are torch.float64, not fp32, bf16 or fp16'
     """
     if not job.param.numel():
         return None
@@ -237,7 +237,7 @@ def _form(
         return f"there is no C code for the {unknown[0]}"
     for dtype in (param_dtype, grad_dtype):
         if dtype not in DTYPES:
-            return f"numbers are {dtype}, neither fp32 nor bf16"
+            return f"numbers are {dtype}, not fp32, bf16 or fp16"
     arrays = [part for stored in formats for part in _arrays(stored)]
     if any(name is None for _, name, _ in arrays) or _is_beyond(layout.shape, formats, mechanism):
         return f"there is no C code for {layout.configuration} on this shape"

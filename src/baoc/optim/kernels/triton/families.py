@@ -89,7 +89,7 @@ _LOW_BITS: dict[type[Format], str] = {
 }
 _REDUCTIONS = {"factored": "both", "factored-bf16": "both", "row-mean": "row", "col-mean": "col"}
 _DENSE = frozenset({"none", "fp32", "bf16"})
-_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _PLAIN = (Tensor, nn.Parameter)  # a subclass may keep its data elsewhere
 
 
@@ -108,7 +108,7 @@ class Word(_FromZero):
     M_SHARED = auto()  # exponents or scales
     V = auto()
     V_SHARED = auto()
-    W = auto()  # the low bits of a bf16 parameter
+    W = auto()  # the low bits of a parameter of 16 bits
     ROW = auto()  # one value per row: a factor of v, or of a balanced direction
     COL = auto()  # one value per column
     ROW_PARTS = auto()  # partial sums over rows: (parts, rows)

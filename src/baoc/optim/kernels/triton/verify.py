@@ -259,7 +259,7 @@ def differences(expected: Trial, found: Trial, promised: Promise, start: Trial) 
             if not apart.norm() <= _PRODUCTS_APART * movement:
                 what = f"differs by {apart.norm() / movement:.1%} of its movement"
         elif held.is_floating_point():
-            rounding = 2.0**-7 if held.dtype == torch.bfloat16 else 1e-5
+            rounding = max(torch.finfo(held.dtype).eps, 1e-5)
             far = int((apart > 1e-6 + rounding * held.double().abs()).sum())
             if far > _CODES_APART * held.numel():
                 what = f"{far} of {held.numel()} elements differ by more than rounding"

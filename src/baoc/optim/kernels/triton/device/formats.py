@@ -1,4 +1,4 @@
-"""Values in memory: fp32, bf16, int8 and int4, bit for bit as :mod:`baoc.core.codecs` stores them.
+"""Values in memory: fp32, bf16, fp16, int8 and int4, bit for bit as :mod:`baoc.core.codecs` stores them.
 
 Rounding uses integer operations, which give the same result on every device: Triton's own casts to bf16 round
 differently on a GPU and in the interpreter. Division and square roots are correctly rounded only by their explicit
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from baoc.core import rounding
-from baoc.core.codecs import quantized
+from baoc.core.codecs import quantized, weights
 
 PHASE_PER_ELEMENT = tl.constexpr(rounding.PHASE_PER_ELEMENT)
 PHASE_MASK = tl.constexpr(rounding.PHASE_MASK)
@@ -19,6 +19,16 @@ NOISE_SHIFT = tl.constexpr(rounding.PHASE_BITS - 16)
 NOISE_MARGIN = tl.constexpr(rounding.NOISE_MARGIN)
 SIZE = tl.constexpr(0x7FFFFFFF)  # all bits of fp32 but the sign
 BF16_NAN = tl.constexpr(0x7FC0)
+INFINITY = tl.constexpr(0x7F800000)  # the bits of fp32
+WIDE_NAN = tl.constexpr(weights.NAN_FP16)
+WIDE_INFINITY = tl.constexpr(weights.INF_FP16)
+WIDE_NORMAL = tl.constexpr(weights.NORMAL_FP16)
+REBASE = tl.constexpr(weights.REBASE)
+LEAST_NORMAL = tl.constexpr(weights.LEAST_NORMAL)
+TOP_FP16 = tl.constexpr(weights.TOP)
+UNITS = tl.constexpr(weights.SUBNORMAL_UNIT)
+PER_UNIT = tl.constexpr(1.0 / weights.SUBNORMAL_UNIT)
+WHOLE = tl.constexpr(2.0**23)  # from here on, fp32 has no fraction
 NOISE_ONE = tl.constexpr(rounding.NOISE_ONE)
 IDLE_SHIFT = tl.constexpr(rounding.IDLE_SHIFT)
 LOOSE_IDLE_SHIFT = tl.constexpr(rounding.LOOSE_IDLE_SHIFT)
@@ -77,10 +87,10 @@ def noise_at(element, phase):
 
 @triton.jit
 def load_dense(address, offset, mask, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Load fp32 or bf16 values as fp32."""
-    if FORMAT == "bf16":
+    """Load fp32, bf16 or fp16 values as fp32."""
+    if FORMAT == "bf16" or FORMAT == "fp16":
         half = tl.load(pointer(address, tl.int16, ALIGNED) + offset, mask=mask, other=0)
-        return float_of(half.to(tl.int32) << 16)
+        return number_of(half.to(tl.int32) << 16, FORMAT)
     else:
         return tl.load(pointer(address, tl.float32, ALIGNED) + offset, mask=mask, other=0.0)
 
@@ -99,14 +109,43 @@ def store_dense(address, offset, mask, value, noise, FORMAT: tl.constexpr, ALIGN
 
 @triton.jit
 def store_nearest(address, offset, mask, value, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Store a parameter. bf16 rounds to nearest, ties to even, as torch does."""
+    """Store a parameter. bf16 and fp16 round to nearest, ties to even, as torch does."""
     if FORMAT == "bf16":
         bits = bits_of(value)
         half = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         half = tl.where(value == value, half, BF16_NAN)
         tl.store(pointer(address, tl.int16, ALIGNED) + offset, half.to(tl.int16), mask=mask)
+    elif FORMAT == "fp16":
+        tl.store(pointer(address, tl.float16, ALIGNED) + offset, value.to(tl.float16), mask=mask)
     else:
         tl.store(pointer(address, tl.float32, ALIGNED) + offset, value, mask=mask)
+
+
+@triton.jit
+def wide_of(value, PARAM: tl.constexpr):
+    """Return the integer whose upper half is the parameter: ``to_wide`` of :mod:`baoc.core.codecs.weights`."""
+    bits = bits_of(value)
+    if PARAM == "fp16":
+        size = bits & SIZE
+        tiny = tl.minimum(float_of(size), 2.0**-14) * UNITS
+        tiny = tl.where(tiny < WHOLE, (tiny + WHOLE) - WHOLE, tiny).to(tl.int32)  # to nearest, ties to even
+        wide = tl.where(size >= LEAST_NORMAL, (tl.minimum(size, TOP_FP16) - REBASE) << 3, tiny)
+        return tl.where(value == value, wide, WIDE_NAN) | (bits & ~SIZE)
+    else:
+        return tl.where(value == value, bits, BF16_NAN << 16)
+
+
+@triton.jit
+def number_of(wide, PARAM: tl.constexpr):
+    """Return the fp32 number of a widened weight."""
+    if PARAM == "fp16":
+        size = wide & SIZE
+        beyond = tl.where(size == WIDE_INFINITY, INFINITY, BF16_NAN << 16)
+        bits = tl.where(size < WIDE_INFINITY, (size >> 3) + REBASE, beyond)
+        bits = tl.where(size < WIDE_NORMAL, bits_of(size.to(tl.float32) * PER_UNIT), bits)
+        return float_of(bits | (wide & ~SIZE))
+    else:
+        return float_of(wide)
 
 
 @triton.jit
@@ -115,7 +154,7 @@ def load_weight(address, low_at, offset, mask, PARAM: tl.constexpr, W: tl.conste
     if W == "16" or W == "8":
         half = tl.load(pointer(address, tl.int16, ALIGNED) + offset, mask=mask, other=0)
         low = tl.load(pointer(low_at, tl.int16 if W == "16" else tl.int8, ALIGNED) + offset, mask=mask, other=0)
-        return float_of((half.to(tl.int32) << 16) + (low.to(tl.int32) << (0 if W == "16" else 8)))
+        return number_of((half.to(tl.int32) << 16) + (low.to(tl.int32) << (0 if W == "16" else 8)), PARAM)
     else:
         return load_dense(address, offset, mask, PARAM, ALIGNED)
 
@@ -128,7 +167,7 @@ def store_weight(
     if W == "none":
         store_nearest(address, offset, mask, value, PARAM, ALIGNED)
     else:
-        bits = tl.where(value == value, bits_of(value), BF16_NAN << 16)
+        bits = wide_of(value, PARAM)
         if W == "sr":
             half = (bits + noise) >> 16
         else:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import baoc
 from baoc.core.text import human_bytes, human_count, table
-from baoc.tools.cli.common import Parser, at_least
+from baoc.tools.cli.common import at_least
+from baoc.tools.cli.parser import Parser
 from baoc.tools.report.frontier import FORMATS
 from experiments import corpus as corpora
 from experiments import demo

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from baoc.tools.cli.common import Parser
+from baoc.tools.cli.parser import Parser
 from experiments import pictures
 from experiments.pictures import effects, memory, plans, run
 from experiments.runs.figures import can_draw

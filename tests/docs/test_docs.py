@@ -16,7 +16,7 @@ import pytest
 
 import baoc
 from baoc.tools.cli import COMMANDS
-from baoc.tools.cli.common import Parser
+from baoc.tools.cli.parser import Parser
 from baoc.tools.models.resolve import load_file
 from experiments.commands import COMMANDS as EXPERIMENTS
 from tests.docs import documents

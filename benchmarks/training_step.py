@@ -137,11 +137,11 @@ def page(rows: Sequence[Row], layers: int | None, command: str) -> str:
         [
             row.model,
             row.tokens,
-            row.what,
             "-" if row.limit is None else f"{row.limit:g}",
             f"{row.seconds['median']:.1f} s",
             "-" if row.predicted is None else f"{row.predicted:.2f}",
             f"{row.measured['median']:.2f} ({row.measured['low']:.2f}-{row.measured['high']:.2f})",
+            row.what,
         ]
         for row in rows
     ]
@@ -154,7 +154,7 @@ def page(rows: Sequence[Row], layers: int | None, command: str) -> str:
         f"the planner's limit on time, for the regimes {regimes}, and others' optimizers, on a CPU. In units of "
         "torch's fused AdamW: what the planner's model of time predicts, and the median (quartiles) of processor time "
         "over rounds in which all ran. Plans are counts of matrices.",
-        table(["model", "tokens", "plan or optimizer", "time limit", "step", "predicted", "measured"], lines),
+        table(["model", "tokens", "time limit", "step", "predicted", "measured", "plan or optimizer"], lines),
     ]
     return "\n\n".join(parts) + "\n"
 

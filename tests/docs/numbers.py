@@ -98,7 +98,7 @@ def peers() -> str:
         pairs = _pairs(low, bits, "fp32", "weights")
         return f"{100 * fmean(ours / theirs - 1 for ours, theirs in pairs):+.2f}% ²"
 
-    steps = {row[2]: row[6].partition(" ")[0] for row in rows("training_step.md") if row[0] == "smollm2-135m"}
+    steps = {row[6]: row[5].partition(" ")[0] for row in rows("training_step.md") if row[0] == "smollm2-135m"}
     ours = next(ratio for what, ratio in steps.items() if "`" in what)
     found = [
         ("torch AdamW", total("torch-fp32"), "1.00", ""),

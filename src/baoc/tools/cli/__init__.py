@@ -31,6 +31,11 @@ _KNOWN_MESSAGES = {
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
 }
 """By logger: messages of other packages that do not concern the user. All other messages are shown."""
+EXAMPLES = """\
+examples:
+  baoc fit llama-3.1-8b --gpu 24GB
+  baoc plan gpt2-small --memory 25% -o plan.json
+  baoc plan --help"""
 INTERRUPTED = 130  # as shells count SIGINT
 _KNOWN_WARNING = "OptimState8bit does not implement _stable_hash_for_caching"  # torch's advice to torchao
 
@@ -100,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     gc.set_threshold(100_000)  # importing torch and transformers makes many objects and little garbage
-    parser = Parser(prog="baoc", description="Optimizer memory as a budget you set.")
+    description = "Optimizer memory as a budget you set."
+    parser = Parser("baoc", description=description, epilog=EXAMPLES, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"baoc {__version__}")
     return run(parser, COMMANDS, argv)
 

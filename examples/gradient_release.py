@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import baoc
-from baoc.integrations import release_gradients
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
@@ -21,14 +20,14 @@ def main(arguments: list[str] | None = None) -> list[float]:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(256, 128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 256))
-    plan = baoc.make_plan(model, memory=0.25)
-    optimizer = baoc.BlockOptimizer(model, lr=3e-3, weight_decay=0.1, plan=plan)
-    release_gradients(optimizer)
+    optimizer = baoc.BAOC(model, lr=3e-3, weight_decay=0.1, memory=0.25)
+    baoc.release_gradients(optimizer, max_norm=1.0)
     losses = []
     for _ in range(options.steps):
         letters = torch.randint(256, (64,))
         loss = nn.functional.cross_entropy(model(letters), (letters * 7 + 1) % 256)
         loss.backward()  # also updates the parameters
+        optimizer.step()  # finishes the step
         losses.append(loss.item())
     print(optimizer.plan)
     return losses

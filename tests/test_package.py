@@ -26,6 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "optimizer": {*ENGINE, "planning", "resume"},
     "integrations": {*ENGINE, "optimizer"},
     "tools": {*ENGINE, "_version", "plan"},
+    "_api": {*ENGINE, "_version", "optimizer", "plan", "resume"},
     "__main__": {"tools"},
 }
 # Within a package too, imports only go down: a module may import those to its left.
@@ -73,11 +74,22 @@ def files() -> list[tuple[str, Path]]:
 
 
 def test_importing_baoc_is_light():
-    code = "import torch, sys; before = set(sys.modules); import baoc; print(*sorted(set(sys.modules) - before))"
+    names = "set(sys.modules)"
+    code = f"import torch, sys; before = {names}; import baoc; baoc.BAOC; print(*sorted({names} - before))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     third_party = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names) - {"baoc"}
     assert third_party <= {"torch", "numpy"}
     assert not [name for name in loaded if name.startswith(("torch._dynamo", "torch._inductor", "torch.distributed"))]
+
+
+def test_public_names_are_imported_on_first_use():
+    code = (
+        "import sys, baoc; assert 'torch' not in sys.modules; from baoc import *\n"
+        "assert set(baoc.__all__) <= set(dir(baoc)) & set(globals()) and not hasattr(baoc, 'nothing')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for module in ("optimizer", "resume", "optim", "planners", "integrations.common"):  # each may be the first
+        subprocess.run([sys.executable, "-c", f"import baoc.{module}"], check=True)
 
 
 def test_a_module_is_not_hidden_behind_a_function():

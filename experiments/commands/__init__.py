@@ -7,7 +7,7 @@ from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from baoc.tools.cli import INTERRUPTED, run
-from baoc.tools.cli.common import Parser
+from baoc.tools.cli.parser import Parser
 from experiments.commands import ablation, frontier, ladder, paper, record, scaling, statemem, train, workloads, zoo
 from experiments.methods import MethodError
 from experiments.runs import RunError

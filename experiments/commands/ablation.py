@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from baoc.tools.cli import common
+from baoc.tools.cli.parser import Commands
 from experiments import ablation, runs
 from experiments.workloads.arguments import add_options, options_of
 
@@ -24,7 +25,7 @@ examples:
   python -m experiments ablation --workload gpt-small/alpaca --seeds 1"""
 
 
-def register(commands: common.Commands) -> None:
+def register(commands: Commands) -> None:
     parser = common.add_parser(commands, "ablation", SUMMARY, DESCRIPTION, EXAMPLES)
     add_arguments(parser, "ablation", [setting.workload for setting in ablation.SETTINGS])
     parser.add_argument(

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 
 from baoc.tools.cli import common
+from baoc.tools.cli.parser import Commands
 from experiments import frontier, runs
 from experiments.commands.ablation import add_arguments, said
 from experiments.frontier.catalog import BY_TYPE, OURS, PAPERS, PEERS, UNIFORM
@@ -23,7 +24,7 @@ examples:
   python -m experiments frontier --workload gpt-small/alpaca --method baoc@0.25 --method adamw8 --seeds 1"""
 
 
-def register(commands: common.Commands) -> None:
+def register(commands: Commands) -> None:
     parser = common.add_parser(commands, "frontier", SUMMARY, DESCRIPTION, EXAMPLES)
     add_arguments(parser, "frontier", [setting.workload for setting in frontier.SETTINGS])
     parser.add_argument(

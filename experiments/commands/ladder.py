@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from baoc.tools.cli import common
+from baoc.tools.cli.parser import Commands
 from experiments import workloads
 from experiments.ladder import running
 from experiments.ladder.catalog import LADDER
@@ -30,7 +31,7 @@ examples:
   python -m experiments ladder --tables-only --output docs/results/ladder"""
 
 
-def register(commands: common.Commands) -> None:
+def register(commands: Commands) -> None:
     """Add the command."""
     parser = common.add_parser(commands, "ladder", SUMMARY, DESCRIPTION, EXAMPLES)
     parser.add_argument("--data", metavar="DIR", help="has enwik8/ with enwik8 or enwik8.gz (default: $BAOC_DATA)")

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from baoc.tools.cli import common
+from baoc.tools.cli.parser import Commands
 from experiments import runs
 from experiments.runs import ranks
 from experiments.runs.catalog import FULL, PAPER, SCALES, SMALL, STATES_EXPERIMENT
@@ -45,7 +46,7 @@ examples:
   python -m experiments states --tables-only"""
 
 
-def register(commands: common.Commands) -> None:
+def register(commands: Commands) -> None:
     """Add both commands."""
     listed = "\n".join(f"  {name:<12} {experiment.summary}" for name, experiment in PAPER.items())
     description = DESCRIPTION.format(experiments=listed, protocol=_PROTOCOL)

@@ -15,6 +15,7 @@ import baoc
 from baoc.core.text import human_bytes, human_count
 from baoc.planners.base import AUTO
 from baoc.tools.cli import common
+from baoc.tools.cli.parser import Commands
 from experiments.workloads import Workload, get
 from experiments.workloads.arguments import add_options, add_workload, options_of
 
@@ -31,7 +32,7 @@ examples:
   baoc plan gpt.stats --memory 25%"""
 
 
-def register(commands: common.Commands) -> None:
+def register(commands: Commands) -> None:
     """Add the command."""
     parser = common.add_parser(commands, "record", SUMMARY, DESCRIPTION, EXAMPLES)
     count = partial(common.at_least, 1)

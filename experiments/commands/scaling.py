@@ -13,6 +13,7 @@ from baoc.core.files import replaced
 from baoc.planners.model_facts import FINETUNE, SCRATCH
 from baoc.planners.scaling import Laws, Scale
 from baoc.tools.cli import common
+from baoc.tools.cli.parser import Commands
 from experiments import scaling
 from experiments.ablation.catalog import SETTINGS
 from experiments.runs import Store
@@ -34,7 +35,7 @@ examples:
   python -m experiments scaling"""
 
 
-def register(commands: common.Commands) -> None:
+def register(commands: Commands) -> None:
     """Add the command."""
     parser = common.add_parser(commands, "scaling", SUMMARY, DESCRIPTION, EXAMPLES)
     parser.add_argument(

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 
 from baoc.tools.cli import common
+from baoc.tools.cli.parser import Commands
 from experiments import statemem
 
 SUMMARY = "the paper's state memory beside ours, and why they differ"
@@ -22,7 +23,7 @@ examples:
   python -m experiments statemem --json"""
 
 
-def register(commands: common.Commands) -> None:
+def register(commands: Commands) -> None:
     """Add the command."""
     parser = common.add_parser(commands, "statemem", SUMMARY, DESCRIPTION, EXAMPLES)
     common.add_json(parser)

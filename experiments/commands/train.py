@@ -8,6 +8,7 @@ from functools import partial
 
 from baoc.core.text import human_count
 from baoc.tools.cli import common
+from baoc.tools.cli.parser import Commands
 from experiments.train import train
 from experiments.workloads import get
 from experiments.workloads.arguments import add_options, add_workload, options_of
@@ -20,7 +21,7 @@ examples:
   python -m experiments train mine.py"""
 
 
-def register(commands: common.Commands) -> None:
+def register(commands: Commands) -> None:
     """Add the command."""
     description = "Train one workload with AdamW; print its training loss, its test scores and how long both took."
     parser = common.add_parser(commands, "train", SUMMARY, description, EXAMPLES)

@@ -6,6 +6,7 @@ import argparse
 import json
 
 from baoc.tools.cli import common
+from baoc.tools.cli.parser import Commands
 from experiments import workloads
 from experiments.workloads.arguments import add_data
 
@@ -21,7 +22,7 @@ examples:
   python -m experiments workloads --data ~/data"""
 
 
-def register(commands: common.Commands) -> None:
+def register(commands: Commands) -> None:
     """Add the command."""
     parser = common.add_parser(commands, "workloads", SUMMARY, DESCRIPTION, EXAMPLES)
     add_data(parser)

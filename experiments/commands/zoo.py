@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from baoc.tools.cli import common
+from baoc.tools.cli.parser import Commands
 from experiments import zoo
 
 SUMMARY = "BAOC beside AdamW32 on many small tasks: wins, ties, losses and the worst case"
@@ -25,7 +26,7 @@ examples:
   python -m experiments zoo --models ~/models --task stories15m"""
 
 
-def register(commands: common.Commands) -> None:
+def register(commands: Commands) -> None:
     parser = common.add_parser(commands, "zoo", SUMMARY, DESCRIPTION, EXAMPLES)
     count = partial(common.at_least, 1)
     parser.add_argument(

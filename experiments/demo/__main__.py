@@ -12,7 +12,8 @@ from pathlib import Path
 
 import baoc
 from baoc.core.text import human_bytes, human_count, table
-from baoc.tools.cli.common import Parser, at_least
+from baoc.tools.cli.common import at_least
+from baoc.tools.cli.parser import Parser
 from baoc.tools.report.frontier import FORMATS
 from experiments import corpus as corpora
 from experiments import demo
@@ -21,7 +22,7 @@ from experiments.demo.picture import draw
 from experiments.demo.training import METHODS, Run, adamw16, train_once
 from experiments.runs.figures import can_draw
 
-_SHOWN_PLAN = "BAOC memory=0.5"
+_SHOWN_PLAN = "BAOC memory=0.25"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +87,7 @@ def _run(steps: int, seeds: int, output: Path) -> None:
     if can_draw():
         draw(results, reference.state_bytes, output)
         print(f"The picture is in {output}.")
-    print("Next, in your own training: optimizer = baoc.BAOC(model, lr=..., memory=0.5)")
+    print("Next, in your own training: optimizer = baoc.BAOC(model, lr=..., memory=0.25)")
 
 
 def _table(results: dict[str, list[Run]], reference: baoc.Block) -> str:

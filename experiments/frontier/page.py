@@ -35,14 +35,14 @@ def text(settings: Sequence[Setting], rows: Sequence[Row], command: Sequence[str
 
 
 def _overview(by_setting: Sequence[tuple[Setting, Sequence[Line]]]) -> list[str]:
-    """BAOC's budgets down, workloads across."""
-    ours = [budgeted(lines) for _, lines in by_setting]
+    """Workloads down, BAOC's budgets across."""
+    ours = {setting.workload: budgeted(lines) for setting, lines in by_setting}
+    shares = [share for share in BUDGETS if any(share in of for of in ours.values())]
     cells = [
-        [f"{share:g}", *(estimate(list(of[share].differences.values()), "+.1f") if share in of else "-" for of in ours)]
-        for share in BUDGETS
-        if any(share in of for of in ours)
+        [name, *(estimate(list(of[share].differences.values()), "+.1f") if share in of else "-" for share in shares)]
+        for name, of in ours.items()
     ]
-    header = ["Budget", *(setting.workload for setting, _ in by_setting)]
+    header = ["Workload", *(f"{share:g}" for share in shares)]
     about = "BAOC against AdamW32 in percent of its test loss, by the share of AdamW16's state that is its budget."
     return ["## BAOC at every budget", "", about, "", *markdown.table(header, cells, numbers=True)]
 

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from baoc.tools.cli.common import Parser
+from baoc.tools.cli.parser import Parser
 from experiments import pictures
-from experiments.pictures import effects, memory, plans, run
+from experiments.pictures import effects, memory, plans, report, run
 from experiments.runs.figures import can_draw
 
 PICTURES = {
@@ -16,6 +16,7 @@ PICTURES = {
     "plans.png": plans.draw,
     "effects.png": effects.draw,
     "run.png": run.draw,
+    "report.png": report.draw,
 }
 
 
@@ -29,7 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("pictures need matplotlib: pip install -e '.[plot]'")
     args.output.mkdir(parents=True, exist_ok=True)
     for name in args.only or PICTURES:
-        PICTURES[name](args.output / name)
+        try:
+            PICTURES[name](args.output / name)
+        except FileNotFoundError as error:
+            parser.error(str(error))
         print(args.output / name)
     return 0
 

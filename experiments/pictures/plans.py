@@ -14,6 +14,8 @@ from baoc.tools.models.resolve import resolve
 from experiments.pictures.style import GROUND, INK, MUTED, colours, figure, ink_on
 
 MODEL, TITLE = "gpt2-small", "GPT-2 (124M)"
+TOKENS = 32_768
+"""Of a training step, as in README.md."""
 BUDGETS = (1.0, 0.5, 0.25, 0.13, 0.05, 0.01, 0.0)
 _HEIGHT, _GAP = 0.72, 0.004  # of a row; between tensors, of the model
 
@@ -22,7 +24,7 @@ def draw(path: Path) -> None:
     """One row of tensors for each budget; widths are parameters."""
     model = resolve(MODEL)
     shapes = trainable_shapes(model)
-    problem = EffectPlanner().problem(ModelFacts.of(model))
+    problem = EffectPlanner(tokens=TOKENS).problem(ModelFacts.of(model))
     plans = {share: problem.plan(Budget(share)) for share in BUDGETS}
     order = [name for name, shape in shapes.items() if len(shape) > 1]
     used = sorted({block.configuration for plan in plans.values() for block in plan.blocks}, key=_rank)
@@ -114,6 +116,7 @@ def _legend(axes: Any, colour: dict[str, str]) -> None:
         columnspacing=1.6,
     )
     legend.set_title(
-        "Widths are parameters. Norms and biases, 0.1% of them, have adamw-32 throughout.", prop={"size": 9}
+        f"Widths are parameters. Norms and biases, 0.1% of them, have adamw-32. Steps have {TOKENS:,} tokens.",
+        prop={"size": 9},
     )
     legend.get_title().set_color(INK)

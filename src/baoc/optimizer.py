@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baoc import resume
+import baoc.resume as resume
 from baoc.core.mechanisms import known_settings
 from baoc.core.plan import Plan, PlanError
 from baoc.core.sharding import local

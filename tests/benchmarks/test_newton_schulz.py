@@ -52,10 +52,12 @@ def test_processor_time_does_not_pass_while_a_process_waits() -> None:
 
 def test_training_steps_are_measured_beside_torchs(capsys) -> None:
     pytest.importorskip("transformers")
-    training_step.main(["--tokens", "1x8", "--layers", "1", "--repeats", "1", "--time", "1.1", "inf"])
+    options = ["--tokens", "1x8", "--layers", "1", "--repeats", "1", "--time", "1.1", "inf"]
+    training_step.main(["--model", "gpt2-small", *options])
     lines = capsys.readouterr().out.splitlines()
-    short, free = (next(line for line in lines if line.startswith(f"| 1x8 | {limit} |")) for limit in ("1.1", "inf"))
+    short, free = (next(line for line in lines if f" | {limit} |" in line) for limit in ("1.1", "inf"))
     assert "muon" not in short and "4 `muon" in free
+    assert any(line.startswith("| gpt2-small | 1x8 | - |") and line.endswith("| torch Adafactor |") for line in lines)
 
 
 def test_the_prediction_is_that_of_the_planners_model() -> None:

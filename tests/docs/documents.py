@@ -7,6 +7,8 @@ Marks are HTML comments on the line above a block:
 - ``<!-- output of: COMMAND -->`` above the output of a ``baoc`` command;
 - ``<!-- source: FILE FIRST LAST -->`` above Python code of a file, from one definition to another, which is run too.
 
+Numbers that come from results have marks of their own: see :mod:`tests.docs.numbers`.
+
 An output is complete, or has a line ``...`` where lines are left out. ``python -m tests.docs.documents`` rewrites all
 outputs.
 """
@@ -35,6 +37,7 @@ from baoc.core.mechanisms import MECHANISMS
 from baoc.planners.paper.risk import RISKS
 from baoc.tools.cli import main
 from experiments.tiny_gpt import Size, TinyGPT
+from tests.docs import numbers
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -163,6 +166,7 @@ def update(page: Path) -> bool:
     for block, printed in reversed(run(page)):
         if not shows(block, printed):
             text = text[: block.span[0]] + renewed(block, printed) + text[block.span[1] :]
+    text = numbers.filled(text)
     page.write_text(text, encoding="utf-8")
     return text != before
 

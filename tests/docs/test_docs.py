@@ -16,10 +16,10 @@ import pytest
 
 import baoc
 from baoc.tools.cli import COMMANDS
-from baoc.tools.cli.common import Parser
+from baoc.tools.cli.parser import Parser
 from baoc.tools.models.resolve import load_file
 from experiments.commands import COMMANDS as EXPERIMENTS
-from tests.docs import documents
+from tests.docs import documents, numbers
 from tests.docs.documents import PAGES, ROOT, Block
 from tests.tools.test_report_page import FLAGS
 
@@ -42,6 +42,12 @@ def test_code_runs_and_prints_what_the_page_says(page):
     for block, printed in documents.run(page):
         hint = "`python -m tests.docs.documents` rewrites it"
         assert documents.shows(block, printed), f"{block.place} differs from what is printed. {hint}:\n\n{printed}"
+
+
+@by_page
+def test_numbers_are_those_of_the_results(page):
+    text = page.read_text(encoding="utf-8")
+    assert numbers.filled(text) == text, "`python -m tests.docs.documents` rewrites it"
 
 
 def test_what_is_not_run_says_why():

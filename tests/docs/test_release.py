@@ -160,8 +160,11 @@ def test_the_changelog_begins_with_this_version():
     assert len(set(released)) == len(released)
 
 
-def test_the_citation_has_this_version():
-    found = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+@pytest.mark.parametrize(
+    ("file", "pattern"), [("CITATION.cff", r"^version: (\S+)$"), ("README.md", r"badge/version-(\S+)-")]
+)
+def test_other_files_have_this_version(file, pattern):
+    found = re.search(pattern, (ROOT / file).read_text(), re.MULTILINE)
     assert found and found[1] == baoc.__version__.removesuffix(".dev0")
 
 

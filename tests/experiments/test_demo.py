@@ -89,7 +89,7 @@ def test_the_demo_says_what_came_out(small: None, tmp_path: Path, capsys: pytest
     assert shares["AdamW32"] > 150 and shares["BAOC memory=0.5"] <= 50 and shares["BAOC memory=0.25"] <= 25
     assert "configuration" in out and "of state, " in out
     assert f"The picture is in {path}." in out
-    assert out.splitlines()[-1].endswith("baoc.BAOC(model, lr=..., memory=0.5)")
+    assert out.splitlines()[-1].endswith("baoc.BAOC(model, lr=..., memory=0.25)")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert "\x1b" not in out + err and "\r" not in err
     assert "AdamW8, seed 2 of 2: step 4/4, loss" in err

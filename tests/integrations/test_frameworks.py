@@ -21,8 +21,7 @@ from torch import nn
 
 import baoc
 from baoc import BAOC, BlockOptimizer, ConfigurationError, EffectPlanner, PaperPlanner
-from baoc.integrations import release_gradients, spare_vectors, unwrap, unwrap_accelerate
-from tests.cases import by_configuration
+from baoc.integrations import spare_vectors, unwrap, unwrap_accelerate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE = 66  # lines
@@ -88,33 +87,6 @@ def test_names_of_a_compiled_model_are_those_of_the_model():
 def test_gradient_release():
     losses = example("gradient_release").main(["--steps", "30"])
     assert losses[-1] < 0.5 * losses[0]
-
-
-@pytest.mark.parametrize(**by_configuration)
-def test_released_gradients_make_the_same_steps(configuration):
-    models = [nn.Sequential(nn.Linear(64, 72), nn.LayerNorm(72), nn.Linear(72, 64)) for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [BlockOptimizer(model, lr=1e-2, plan=f"{configuration} else adamw-32") for model in models]
-    handles = release_gradients(optimizers[1])
-    for step in range(3):
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
-        models[0](x).square().mean().backward()
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        models[1](x).square().mean().backward()
-        assert all(param.grad is None for param in models[1].parameters())
-    for ours, theirs in zip(models[1].parameters(), models[0].parameters()):
-        # matrices of one shape share a batch of products where all gradients are there
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-    for handle in handles:
-        handle.remove()
-    models[1](x).square().mean().backward()
-    assert all(param.grad is not None for param in models[1].parameters())
-
-
-def test_gradient_release_refuses_what_plans_from_gradients():
-    with pytest.raises(TypeError, match=r"plan=baoc\.make_plan\(model, memory=\.\.\.\)"):
-        release_gradients(BAOC(nn.Linear(64, 64)))
 
 
 # ---- param groups and wrappers ----

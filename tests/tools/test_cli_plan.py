@@ -472,6 +472,14 @@ def test_measure_and_plan_by_it(saved: Path, run: Any):
     assert plan.settings["time"] == pytest.approx(sum(rows) / len(rows), abs=1e-4)
 
 
+def test_measured_ratios_as_json(run: Any):
+    code, out, _ = run("measure", "w.py:make", *FEW, "-o", "json.json", "--json")
+    content = json.loads(out)
+    assert code == 0 and content["output"] == "json.json" and content["units"] == 4
+    assert content["ratios"]["adamw-16"] == {"least": 1.0, "mean": 1.0, "most": 1.0}
+    assert set(content["ratios"]) == {"adamw-16", "adamw-8", "sgd"}
+
+
 def facts_and_statistics(saved: Path) -> tuple[ModelFacts, GradientStatistics]:
     statistics = GradientStatistics.load(saved / "w.stats")
     return statistics.model, statistics

@@ -143,6 +143,19 @@ def test_reading_commands_import_no_heavy_package(folder):
     assert "baoc" in loaded and loaded.isdisjoint({"rich", "transformers", "diffusers", "matplotlib", "lightning"})
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["--nothing"]])
+def test_help_needs_no_torch(arguments):
+    code = (
+        "import sys\n"
+        "from baoc.tools.cli import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit:\n"
+        "    assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code, *arguments], env=ENVIRONMENT, capture_output=True, check=True)
+
+
 def test_a_command_imports_no_other_command():
     code = "import sys; from baoc.tools.cli import main; main(['fit', 'vit', '--states']); print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
@@ -155,6 +168,7 @@ def test_a_command_imports_no_other_command():
 
 HOSTILE = "head\x1b]0;title\x07\x1b[2J\x9b31m\r\u202e"
 """Sets the title of the terminal, clears it, turns it red and reverses the text."""
+OF_RICH = re.compile(r"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\r\x1b\[1A\x1b\[2K")  # colors, and a spinner that comes and goes
 CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 
 
@@ -190,7 +204,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_control_characters_do_not_reach_the_terminal(command, code, hostile, monkeypatch):
     monkeypatch.chdir(hostile)
     for kind, text in output_of(command, monkeypatch, code).items():
-        own = re.sub(r"\x1b\[[0-9;]*m", "", text) if kind == "terminal" else text  # colors of rich
+        own = OF_RICH.sub("", text) if kind == "terminal" else text
         assert "title" in own and not CONTROL.search(own), (kind, own)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from baoc.integrations.common import (
     for_zero,
-    release_gradients,
     spare_vectors,
     torchtitan_container,
     unwrap,
@@ -20,7 +19,6 @@ __all__ = [
     "for_zero",
     "lightning_callback",
     "log_metrics",
-    "release_gradients",
     "spare_vectors",
     "torchtitan_container",
     "unwrap",

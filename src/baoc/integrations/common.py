@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from baoc.core.configuration import Configuration, ConfigurationError, parse
 from baoc.core.spec import Reach
@@ -153,53 +153,6 @@ def spare_vectors(optimizer: Optimizer) -> Optimizer:
         names, params = [name for name, _ in vectors], [param for _, param in vectors]
         optimizer.param_groups.append({**others, "params": params, "param_names": names, "weight_decay": 0.0})
     return optimizer
-
-
-def release_gradients(optimizer: BlockOptimizer) -> list[Any]:
-    """Update each parameter during ``backward()`` and free its gradient immediately.
-
-    All gradients never exist at the same time, which saves their memory. One optimizer with one plan serves all
-    parameters, and ``loss.backward()`` is the whole training step. Gradients cannot be clipped by their global norm or
-    accumulated, and ``on_nonfinite`` applies to each parameter separately. If a parameter is used several times, its
-    gradient is complete when the update runs.
-
-    A :class:`~baoc.BAOC` needs all gradients of a step. Make a plan first instead::
-
-        plan = baoc.make_plan(model, memory=0.25)
-        optimizer = baoc.BlockOptimizer(model, lr=3e-4, plan=plan)
-
-    Args:
-        optimizer: The optimizer to step.
-
-    Returns:
-        Handles of the hooks. Call ``remove()`` on each to return to normal steps.
-
-    Raises:
-        TypeError: If the optimizer is a :class:`~baoc.BAOC`.
-
-    Example:
-        >>> import torch
-        >>> model = torch.nn.Linear(8, 8)
-        >>> handles = release_gradients(BlockOptimizer(model, lr=1e-2))
-        >>> model(torch.ones(1, 8)).sum().backward()
-        >>> model.weight.grad is None
-        True
-    """
-    if isinstance(optimizer, BAOC):
-        raise TypeError(
-            "BAOC needs all gradients of a step, but gradient release frees them one by one. Use a fixed plan: "
-            "baoc.BlockOptimizer(model, plan=baoc.make_plan(model, memory=...), ...)."
-        )
-
-    def step(param: Tensor) -> None:
-        optimizer.step()  # only this parameter has a gradient now
-        param.grad = None
-
-    optimizer.zero_grad(set_to_none=True)
-    return [
-        member.param.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
-        for member in optimizer.members()
-    ]
 
 
 # ---- torchtitan and DeepSpeed ----

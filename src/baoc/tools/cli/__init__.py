@@ -5,6 +5,7 @@ Each command is one entry in ``COMMANDS``. Its module is imported only if the co
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -13,14 +14,11 @@ import warnings
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from baoc._version import __version__
 from baoc.tools.cli import screen
-from baoc.tools.cli.common import Parser, UsageError
-
-if TYPE_CHECKING:
-    from baoc.tools.cli.common import Commands
+from baoc.tools.cli.parser import Commands, Parser, UsageError
 
 _KNOWN_MESSAGES = {
     # CUDA kernels that a CPU build of torch, or another GPU, cannot load. The 8-bit optimizers do not use them.
@@ -33,6 +31,11 @@ _KNOWN_MESSAGES = {
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor objects",
 }
 """By logger: messages of other packages that do not concern the user. All other messages are shown."""
+EXAMPLES = """\
+examples:
+  baoc fit llama-3.1-8b --gpu 24GB
+  baoc plan gpt2-small --memory 25% -o plan.json
+  baoc plan --help"""
 INTERRUPTED = 130  # as shells count SIGINT
 _KNOWN_WARNING = "OptimState8bit does not implement _stable_hash_for_caching"  # torch's advice to torchao
 
@@ -101,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         adamw[m=bf16,v=int8]  31.6 MiB       75.3%       3.022
         0
     """
-    parser = Parser(prog="baoc", description="Optimizer memory as a budget you set.")
+    gc.set_threshold(100_000)  # importing torch and transformers makes many objects and little garbage
+    description = "Optimizer memory as a budget you set."
+    parser = Parser("baoc", description=description, epilog=EXAMPLES, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"baoc {__version__}")
     return run(parser, COMMANDS, argv)
 

@@ -18,6 +18,7 @@ from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import FINETUNE, REGIMES, SCRATCH
 from baoc.tools.cli import common, screen
 from baoc.tools.cli.fit_text import States, bytes_by_part, print_answer
+from baoc.tools.cli.parser import Parser
 from baoc.tools.fit import Answer, Fitter
 from baoc.tools.fit.activations import LENGTH
 from baoc.tools.fit.memory import PRECISIONS, Measured, Setup
@@ -50,7 +51,7 @@ examples:
   baoc fit gpt2-small --states"""
 
 
-def add_fit(parser: common.Parser) -> None:
+def add_fit(parser: Parser) -> None:
     """Add the options of ``baoc fit MODEL``."""
     parser.description, parser.epilog = FIT.format(names=_names()), FIT_EXAMPLES
     parser.add_argument("model", metavar="MODEL", help="a name, a config.json, or file.py:function")
@@ -169,7 +170,7 @@ def run_fit(args: argparse.Namespace) -> int:
         The exit code: 0 if it fits, 1 if not.
     """
     Budget(AUTO if args.memory is None else args.memory, args.host_memory if args.memory else None)
-    with contextlib.redirect_stdout(sys.stderr):  # keep prints of model code out of the output
+    with contextlib.redirect_stdout(sys.stderr), screen.working("building the model"):  # its code may print
         model = resolve(args.model)
     if args.states or args.configuration or args.exclude:
         found = States(args, model)

@@ -20,6 +20,7 @@ from baoc.planners.model_facts import REGIMES, ModelFacts
 from baoc.planners.paper.planner import PaperPlanner
 from baoc.planners.paper.problem import GRANULARITIES
 from baoc.tools.cli import common, screen
+from baoc.tools.cli.parser import Parser, UsageError
 from baoc.tools.cli.plan import load_workload
 from baoc.tools.models.resolve import resolve
 
@@ -41,7 +42,7 @@ examples:
   baoc plan train.py:make_workload --table mine.json --memory 25%"""
 
 
-def add_calibrate(parser: common.Parser) -> None:
+def add_calibrate(parser: Parser) -> None:
     """Add the options of ``baoc calibrate SOURCE -o FILE``."""
     parser.description, parser.epilog = CALIBRATE, CALIBRATE_EXAMPLES
     count = partial(common.at_least, 1)
@@ -129,7 +130,7 @@ examples:
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def add_measure(parser: common.Parser) -> None:
+def add_measure(parser: Parser) -> None:
     """Add the options of ``baoc measure SOURCE -o FILE``."""
     parser.description, parser.epilog = MEASURE, MEASURE_EXAMPLES
     default = PaperPlanner()
@@ -146,30 +147,36 @@ def add_measure(parser: common.Parser) -> None:
         action="append",
         help="a configuration to measure; repeatable (default: the paper's)",
     )
+    common.add_json(parser)
     parser.set_defaults(run=run_measure)
 
 
 def run_measure(args: argparse.Namespace) -> None:
-    """Print the ratios to AdamW16 and write the times."""
+    """Print the ratios to AdamW16 as text or JSON, and write the times."""
     common.check_writable(args.output)
-    with contextlib.redirect_stdout(sys.stderr):  # keep prints of model code out of the output
+    with contextlib.redirect_stdout(sys.stderr), screen.working("building the model"):  # its code may print
         facts = ModelFacts.of(resolve(args.source))
     try:
         candidates = args.configuration or PaperPlanner().candidates
         planner = PaperPlanner(granularity=args.granularity, candidates=candidates)
     except ValueError as error:
-        raise common.UsageError(str(error)) from error
-    times = measured_times(planner, facts, torch.device(args.device), DTYPES[args.dtype])
+        raise UsageError(str(error)) from error
+    with screen.working("timing updates"):
+        times = measured_times(planner, facts, torch.device(args.device), DTYPES[args.dtype])
+    times.save(args.output)
     reference, units = str(BUDGET_REFERENCE), times.seconds.values()
-    rows = []
+    titles = ["least", "mean", "most"]
+    found: dict[str, dict[str, float]] = {}
     for name in next(iter(units), {}):
         ratios = [unit[name] / unit[reference] for unit in units]
-        found = (min(ratios), statistics.fmean(ratios), max(ratios))
-        rows.append([parse(name).alias, *(f"{ratio:.2f}" for ratio in found)])
-    titles = ["least", "mean", "most"]
+        found[parse(name).alias] = dict(zip(titles, (min(ratios), statistics.fmean(ratios), max(ratios))))
+    if args.json:
+        content = {"output": args.output, "device": times.device, "units": len(units), "ratios": found}
+        print(json.dumps(content, indent=2))
+        return
+    rows = [[name, *(f"{ratio:.2f}" for ratio in each.values())] for name, each in found.items()]
     screen.show(table(["ratio to adamw-16", *titles], rows, right=titles))
     screen.show(f"{len(units)} different units on {times.device}, {args.dtype}")
-    times.save(args.output)
     screen.show(f"saved the update times to {args.output}. Plan with --times, or with PaperPlanner(times=...).")
 
 
@@ -188,7 +195,7 @@ examples:
   TRITON_INTERPRET=1 baoc selfcheck --device cpu --tiny   # without a GPU"""
 
 
-def add_selfcheck(parser: common.Parser) -> None:
+def add_selfcheck(parser: Parser) -> None:
     """Add the options of ``baoc selfcheck``."""
     parser.description, parser.epilog = SELFCHECK, SELFCHECK_EXAMPLES
     parser.add_argument("--device", type=common.device, default="cuda", help="(default: %(default)s)")
@@ -208,7 +215,7 @@ def run_selfcheck(args: argparse.Namespace) -> int:
     if obstacle is None and device.type == "cuda" and not torch.cuda.is_available():
         obstacle = "torch finds no GPU; use TRITON_INTERPRET=1 and --device cpu to check a tiny case without one"
     if obstacle:
-        raise common.UsageError(f"cannot check {device}: {obstacle}.")
+        raise UsageError(f"cannot check {device}: {obstacle}.")
     common.check_writable(args.output)
     from baoc.tools.selfcheck import check
 

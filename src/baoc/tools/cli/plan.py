@@ -27,6 +27,7 @@ from baoc.planners.paper.planner import WARMUP
 from baoc.planners.paper.problem import PaperProblem
 from baoc.planners.paper.statistics import GradientStatistics, LossFunction
 from baoc.tools.cli import common, screen
+from baoc.tools.cli.parser import Parser, UsageError
 from baoc.tools.models import ModelError
 from baoc.tools.models.resolve import call_function, explained, importable, resolve
 from baoc.tools.report.frontier import model_of
@@ -56,7 +57,7 @@ examples:
   baoc plan model.stats --planner paper --memory 50% --forbid 'sgd*'"""
 
 
-def add_plan(parser: common.Parser) -> None:
+def add_plan(parser: Parser) -> None:
     """Add the options of ``baoc plan SOURCE``."""
     parser.description, parser.epilog = PLAN, PLAN_EXAMPLES
     parser.add_argument("source", metavar="SOURCE", help="a model, file.py:function, a plan, or gradient statistics")
@@ -119,22 +120,22 @@ def load_problem(args: argparse.Namespace) -> EffectProblem | PaperProblem:
         return _problem_of_workload(args, is_dry)
     planner = common.planner_of(args)
     if getattr(args, "statistics_out", None) is not None:
-        raise common.UsageError("--statistics-out needs a warm-up, so SOURCE must be file.py:function.")
+        raise UsageError("--statistics-out needs a warm-up, so SOURCE must be file.py:function.")
     if Path(args.source).is_file() and not args.source.endswith(".json"):
         statistics = common.load_statistics(args.source)
         model = dataclasses.replace(statistics.model, hyper=common.hyper_of(args, statistics.betas))
         return planner.problem(model) if is_dry else measured(planner, model).problem(model, statistics)
     if is_plan(args.source):
         if args.planner == common.PAPER:
-            raise common.UsageError(
+            raise UsageError(
                 f"--planner paper plans from gradients, and {args.source!r} is a plan. Pass gradient statistics."
             )
         return planner.problem(model_of(common.load_plan(args.source), common.hyper_of(args)))
-    with contextlib.redirect_stdout(sys.stderr):  # keep prints of model code out of the output
+    with contextlib.redirect_stdout(sys.stderr), screen.working("building the model"):  # its code may print
         found = resolve(args.source)
     if args.planner == common.PAPER and not is_dry:
         advice = ", or add --dry-run to assume a typical model" if hasattr(args, "dry_run") else ""
-        raise common.UsageError(
+        raise UsageError(
             f"--planner paper plans from gradients, and {args.source!r} has no data to train on. Pass file.py:function "
             f"or gradient statistics{advice}."
         )
@@ -144,7 +145,7 @@ def load_problem(args: argparse.Namespace) -> EffectProblem | PaperProblem:
 def _problem_of_workload(args: argparse.Namespace, is_dry: bool) -> EffectProblem | PaperProblem:
     out, is_paper = getattr(args, "statistics_out", None), args.planner == common.PAPER
     if is_dry and out is not None:
-        raise common.UsageError("--statistics-out needs a warm-up, which --dry-run leaves out.")
+        raise UsageError("--statistics-out needs a warm-up, which --dry-run leaves out.")
     torch.manual_seed(getattr(args, "seed", 0))
     with contextlib.redirect_stdout(sys.stderr):  # keep prints of user code out of the output
         workload = load_workload(args.source, needs_data=is_paper and not is_dry)

@@ -13,6 +13,7 @@ from baoc.core.plan import Plan
 from baoc.core.text import human_bytes
 from baoc.planners.paper.statistics import GradientStatistics
 from baoc.tools.cli import common, screen
+from baoc.tools.cli.parser import Parser, UsageError
 from baoc.tools.cli.plan import SOURCES, load_problem
 from baoc.tools.report import Change, Frontier, ReportError, Run, diff, find_block, frontier
 from baoc.tools.report.diff import diff_table, diff_text
@@ -34,7 +35,7 @@ examples:
   baoc explain plan.json '*head*' --json"""
 
 
-def add_explain(parser: common.Parser) -> None:
+def add_explain(parser: Parser) -> None:
     """Add the options of ``baoc explain PLAN [BLOCK]``."""
     parser.description, parser.epilog = EXPLAIN, EXPLAIN_EXAMPLES
     parser.add_argument("plan", metavar="PLAN", help="a plan file")
@@ -83,7 +84,7 @@ _DIFFERENCES = {
 }
 
 
-def add_diff(parser: common.Parser) -> None:
+def add_diff(parser: Parser) -> None:
     """Add the options of ``baoc diff A B``."""
     parser.description, parser.epilog = DIFF, DIFF_EXAMPLES
     parser.add_argument("before", metavar="A", help="a plan file")
@@ -164,7 +165,7 @@ examples:
   baoc frontier gpt2-small --points 50 --time 1.1 --plot frontier.svg"""
 
 
-def add_frontier(parser: common.Parser) -> None:
+def add_frontier(parser: Parser) -> None:
     """Add the options of ``baoc frontier SOURCE``."""
     parser.description, parser.epilog = FRONTIER, FRONTIER_EXAMPLES
     parser.add_argument("source", metavar="SOURCE", help="a model, file.py:function, a plan, or gradient statistics")
@@ -246,7 +247,7 @@ examples:
   baoc report plan.json -o report.html --title 'our 1B model'"""
 
 
-def add_report(parser: common.Parser) -> None:
+def add_report(parser: Parser) -> None:
     """Add the options of ``baoc report FILE ... -o HTML``."""
     parser.description, parser.epilog = REPORT, REPORT_EXAMPLES
     parser.add_argument("files", metavar="FILE", nargs="+", help="gradient statistics, a plan, or a log of a run")
@@ -279,7 +280,7 @@ def run_report(args: argparse.Namespace) -> None:
             raise ReportError(f"a page shows at most one of the {len(several)} {what}. Write one page for each.")
     statistics = found[0] if found else None
     if args.planner == common.PAPER and statistics is None:
-        raise common.UsageError("--planner paper plans from gradients: pass a file of gradient statistics too.")
+        raise UsageError("--planner paper plans from gradients: pass a file of gradient statistics too.")
     sources = Sources(
         args.title or Path(args.files[0]).stem,
         statistics,

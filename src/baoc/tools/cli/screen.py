@@ -11,9 +11,8 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, TextIO
-
-from baoc.core.mechanisms import MECHANISMS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,19 +29,9 @@ _STYLES = {
     f"{_PREFIX}good": "bold green",
     f"{_PREFIX}bar": "yellow",
 }
-"""By the names of groups in the patterns."""
-_RULE = "|".join(sorted(MECHANISMS, key=len, reverse=True))
+"""By the names of groups in the patterns of :func:`_patterns`."""
 _NUMBER = r"\d+(?:\.\d+)?%"
 _NOISE = r"0\.[01]\d*%"  # below 0.2%, the planner's tolerance: as good as equal, so without color
-_PATTERNS = (
-    r"(?m)^(?P<header>\S.*)\n(?P<rule> *-{2,}(?: +-+)*)$",
-    rf"(?P<configuration>\b(?:{_RULE})(?:-\d+\b|\[[^\]\n]*\]|(?= {{2}})))",
-    rf"(?P<better>(?<!\S)-(?!{_NOISE}){_NUMBER})",
-    rf"(?P<worse>(?<!\S)\+(?!{_NOISE}){_NUMBER})",
-    r"(?P<good><- knee|(?<= {2})yes(?= {2})|\ball \d+ comparisons .* passed\b|\bproven optimal\b)",
-    r"(?P<bad>\bOVER the budget\b|\bFAILED\b|(?<= {2})no(?= {2}))",
-    r"(?P<bar>#{1,20}(?=\s|$))",
-)
 # C0 and C1 controls except the newline, line separators, bidirectional controls and lone surrogates
 _CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -189,6 +178,23 @@ def _highlighted(text: str) -> Text:
     from rich.text import Text
 
     found = Text(text)
-    for pattern in _PATTERNS:
+    for pattern in _patterns():
         found.highlight_regex(pattern, style_prefix=_PREFIX)
     return found
+
+
+@cache
+def _patterns() -> tuple[str, ...]:
+    """Return patterns of what has a style, which is the name of a group."""
+    from baoc.core.mechanisms import MECHANISMS
+
+    rule = "|".join(sorted(MECHANISMS, key=len, reverse=True))
+    return (
+        r"(?m)^(?P<header>\S.*)\n(?P<rule> *-{2,}(?: +-+)*)$",
+        rf"(?P<configuration>\b(?:{rule})(?:-\d+\b|\[[^\]\n]*\]|(?= {{2}})))",
+        rf"(?P<better>(?<!\S)-(?!{_NOISE}){_NUMBER})",
+        rf"(?P<worse>(?<!\S)\+(?!{_NOISE}){_NUMBER})",
+        r"(?P<good><- knee|(?<= {2})yes(?= {2})|\ball \d+ comparisons .* passed\b|\bproven optimal\b)",
+        r"(?P<bad>\bOVER the budget\b|\bFAILED\b|(?<= {2})no(?= {2}))",
+        r"(?P<bar>#{1,20}(?=\s|$))",
+    )

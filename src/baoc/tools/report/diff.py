@@ -124,7 +124,7 @@ def _summary(change: Change) -> tuple[str, ...]:
     parts = [" -> ".join(dict.fromkeys(parse(side.configuration).alias for side in (before, after)))]
     for column in ("lr scale", "shape", "matrices", *(["block"] if change.what == ("block",) else [])):
         was, became = (shortened(printable(_text(side, column)), _NAME_WIDTH) for side in (before, after))
-        parts += [f"{column} {was} -> {became}"] if was != became else []
+        parts += [f"{column} {was or 'one'} -> {became or 'one'}"] if was != became else []
     return tuple(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,10 @@ def test_our_entry_is_one_branch_of_theirs(theirs: Path, capsys: pytest.CaptureF
         assert outcome.accuracy == len("To be") and outcome.loss > 0 and outcome.parameters == 2 * 64 * 80 + 2 * 80 + 64
     assert outcomes["baoc@auto"].state_bytes < outcomes["adamw"].state_bytes == pytest.approx(8 * 10464, rel=0.01)
     assert not capsys.readouterr().out
+
+
+def test_docstring_examples() -> None:
+    assert doctest.testmod(source).failed == doctest.testmod(running).failed == 0
 
 
 def test_their_groups_keep_their_settings_and_get_names() -> None:

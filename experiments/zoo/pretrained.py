@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from experiments.packages import need
 from experiments.workloads import Options, text
+from experiments.workloads.base import Split
 from experiments.workloads.sources import presence
 from experiments.zoo.task import Problem, Task, fitted, rows, task
 
@@ -56,11 +57,12 @@ def missing(chosen: Task) -> bool:
     return chosen.model is not None and not (folder and (Path(folder) / chosen.model / "config.json").exists())
 
 
-def _folder(name: str) -> str:
+def folder(name: str) -> str:
+    """Return the folder of a model's weights."""
     return str(Path(os.environ[FOLDER]) / name)
 
 
-class IntentClassifier(nn.Module):
+class Classifier(nn.Module):
     """An encoder, the mean of its tokens, and a new head."""
 
     def __init__(self, encoder: nn.Module, classes: int) -> None:
@@ -72,63 +74,85 @@ class IntentClassifier(nn.Module):
         return self.head((hidden * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True))
 
 
+def classifier(classes: int) -> Classifier:
+    """Return MiniLM with a new head."""
+    return Classifier(need("transformers", "minilm").AutoModel.from_pretrained(folder("minilm")), classes)
+
+
+def encoded(sentences: Sequence[str], length: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens of sentences for MiniLM, and their masks, (n, length)."""
+    tokenizer = need("transformers", "minilm").AutoTokenizer.from_pretrained(folder("minilm"))
+    settings = {"padding": "max_length", "truncation": True, "max_length": length, "return_tensors": "pt"}
+    found = tokenizer(list(sentences), **settings)
+    return found["input_ids"], found["attention_mask"]
+
+
+def intents(patterns: slice, fillers: Sequence[str] = FILLERS) -> list[tuple[str, int]]:
+    """Return sentences with what the speaker wants."""
+    return [
+        (pattern.format(filler), label)
+        for label, sentences in enumerate(INTENTS.values())
+        for pattern, filler in itertools.product(sentences[patterns], fillers)
+    ]
+
+
 @task(lr=1e-4, steps=30, schedule="cosine", model="minilm")
 def minilm_intents(seed: int) -> Problem:
     """MiniLM with a new head tells 10 intents, a sentence pattern of each held out, batches of 8."""
-    transformers = need("transformers", "minilm-intents")
-    model = IntentClassifier(transformers.AutoModel.from_pretrained(_folder("minilm")), len(INTENTS))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(_folder("minilm"))
+    model = classifier(len(INTENTS))
 
-    def encoded(patterns: slice) -> tuple[Tensor, Tensor, Tensor]:
-        said = [
-            (pattern.format(filler), label)
-            for label, sentences in enumerate(INTENTS.values())
-            for pattern, filler in itertools.product(sentences[patterns], FILLERS)
-        ]
-        found = tokenizer([sentence for sentence, _ in said], padding="max_length", max_length=16, return_tensors="pt")
-        return found["input_ids"], found["attention_mask"], torch.tensor([label for _, label in said])
+    def examples(patterns: slice) -> tuple[Tensor, Tensor, Tensor]:
+        sentences, labels = zip(*intents(patterns), strict=True)
+        return *encoded(sentences, 16), torch.tensor(labels)
 
     return fitted(
         model,
         lambda tokens, mask, label: F.cross_entropy(model(tokens, mask), label),
-        rows(*encoded(slice(0, 2)), size=8),
+        rows(*examples(slice(0, 2)), size=8),
         seed,
-        test=encoded(slice(2, 3)),
+        test=examples(slice(2, 3)),
     )
 
 
 @functools.cache
-def _tokens(folder: str) -> tuple[Tensor, Tensor]:
-    """Return windows (n, LENGTH) to train on and 32 to test with: GSM8K where there is data, else Python's docs."""
+def windows(name: str, split: Split, length: int) -> Tensor:
+    """Return windows (n, length) of a split in a model's tokens: GSM8K where there is data, else Python's docs."""
     options = Options()
     found = text.load("gsm8k" if presence("gsm8k", options) == "found" else "embedded", options)
-    tokenizer = need("transformers", "language models").AutoTokenizer.from_pretrained(folder)
-
-    def windows(examples: Sequence[text.Example]) -> Tensor:
-        joined = "\n".join(example.prompt + example.response for example in examples[:600])
-        ids = torch.tensor(tokenizer(joined)["input_ids"])
-        return ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
-
-    test = windows(found["test"])
-    return windows(found["train"]), test[:: max(1, len(test) // 32)][:32]
+    tokenizer = need("transformers", "language models").AutoTokenizer.from_pretrained(folder(name))
+    joined = "\n".join(example.prompt + example.response for example in found[split][:600])
+    ids = torch.tensor(tokenizer(joined)["input_ids"])
+    return ids[: len(ids) // length * length].view(-1, length)
 
 
-def _language_model(name: str, seed: int, size: int) -> Problem:
-    transformers = need("transformers", name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(_folder(name), dtype=torch.float32)
-    train, test = _tokens(_folder(name))
+def spread(rows: Tensor, count: int) -> Tensor:
+    """Return at most so many rows, from everywhere."""
+    return rows[:: max(1, len(rows) // count)][:count]
+
+
+def language_model(name: str) -> nn.Module:
+    """Return a pretrained language model in fp32."""
+    return need("transformers", name).AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32)
+
+
+def _goes_on(name: str, seed: int, size: int) -> Problem:
+    model, test = language_model(name), spread(windows(name, "test", LENGTH), 32)
     return fitted(
-        model, lambda tokens: model(input_ids=tokens, labels=tokens).loss, rows(train, size=size), seed, test=[test]
+        model,
+        lambda tokens: model(input_ids=tokens, labels=tokens).loss,
+        rows(windows(name, "train", LENGTH), size=size),
+        seed,
+        test=[test],
     )
 
 
 @task(lr=3e-4, steps=24, model="stories15m")
 def stories15m(seed: int) -> Problem:
     """A language model of 15M parameters that was trained on stories goes on with other text, batches of 4 x 48."""
-    return _language_model("stories15m", seed, 4)
+    return _goes_on("stories15m", seed, 4)
 
 
 @task(lr=5e-5, steps=16, model="smollm2")
 def smollm2(seed: int) -> Problem:
     """SmolLM2-135M goes on with other text, batches of 2 x 48; minutes, not seconds."""
-    return _language_model("smollm2", seed, 2)
+    return _goes_on("smollm2", seed, 2)

@@ -20,7 +20,7 @@ from baoc.planners.effect_table import elements
 from baoc.planners.model_facts import ModelFacts
 from experiments.runs import Row
 from experiments.zoo.catalog import TASKS
-from experiments.zoo.task import Problem, Task
+from experiments.zoo.task import Parameters, Problem, Task
 
 REFERENCE, BUDGETED = "adamw32", "baoc@"
 FACTOR = 3.0
@@ -69,7 +69,7 @@ def train(run: Run) -> Row:
     row["parameters"] = sum(parameter.numel() for parameter in _parameters(problem))
     row |= _facts(problem)
     try:
-        optimizer = _optimizer(run, task, problem)
+        optimizer = make_optimizer(run.method, problem.params, run.lr, task.weight_decay)
     except PlanError as error:
         return {**row, "error": str(error)}
     started = time.process_time()
@@ -81,14 +81,16 @@ def train(run: Run) -> Row:
     return row
 
 
-def _optimizer(run: Run, task: Task, problem: Problem) -> torch.optim.Optimizer:
-    if run.method == REFERENCE:
-        return torch.optim.AdamW(_parameters(problem), lr=run.lr, weight_decay=task.weight_decay)
-    if not run.method.startswith(BUDGETED):
-        return BlockOptimizer(problem.params, lr=run.lr, weight_decay=task.weight_decay, plan=parse(run.method))
-    share = run.method.removeprefix(BUDGETED)
+def make_optimizer(method: str, params: Parameters, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Return the optimizer of a method: ``adamw32``, ``baoc@`` with a budget, or a configuration for all weights."""
+    if method == REFERENCE:
+        every = params.parameters() if isinstance(params, nn.Module) else params
+        return torch.optim.AdamW([each for each in every if each.requires_grad], lr=lr, weight_decay=weight_decay)
+    if not method.startswith(BUDGETED):
+        return BlockOptimizer(params, lr=lr, weight_decay=weight_decay, plan=parse(method))
+    share = method.removeprefix(BUDGETED)
     memory = share if share == "auto" else float(share)
-    return BAOC(problem.params, lr=run.lr, weight_decay=task.weight_decay, memory=memory, verbose=False)
+    return BAOC(params, lr=lr, weight_decay=weight_decay, memory=memory, verbose=False)
 
 
 def _facts(problem: Problem) -> Row:

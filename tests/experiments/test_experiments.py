@@ -16,6 +16,7 @@ import torch
 
 import baoc
 import experiments.ablation
+import experiments.finetune
 import experiments.frontier
 import experiments.runs
 import experiments.zoo
@@ -221,7 +222,13 @@ def test_only_known_complaints_of_other_packages_are_dropped(caplog: pytest.LogC
 
 def test_docstring_examples() -> None:
     assert doctest.testmod(packages).failed == doctest.testmod(normalised).failed == 0
-    for package in (experiments.runs, experiments.ablation, experiments.frontier, experiments.zoo):
+    for package in (
+        experiments.runs,
+        experiments.ablation,
+        experiments.finetune,
+        experiments.frontier,
+        experiments.zoo,
+    ):
         for found in pkgutil.iter_modules(package.__path__):
             module = importlib.import_module(f"{package.__name__}.{found.name}")
             assert doctest.testmod(module).failed == 0

@@ -1,0 +1,73 @@
+"""The order of the runs, and what is trained at which learning rate.
+
+AdamW32 and 8-bit AdamW each look for their best learning rate with the first seed, on validation data. BAOC and Muon
+run at AdamW32's: whoever replaces AdamW has that one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+import torch
+
+from experiments.finetune.results import GRID, Results
+from experiments.finetune.tasks import FineTuning
+from experiments.finetune.training import UNTRAINED, Run, train
+from experiments.runs import Row, Store
+from experiments.zoo.training import BUDGETED, REFERENCE
+
+BASELINE, MUON = "adamw-8", "muon-8"
+MOST_BEYOND = 4
+"""How often a grid is extended while the best learning rate is at its edge."""
+
+
+def methods(task: FineTuning) -> tuple[str, ...]:
+    """Return what runs at AdamW32's learning rate, AdamW32 first."""
+    return (REFERENCE, *(f"{BUDGETED}{budget}" for budget in task.budgets), MUON)
+
+
+def run(tasks: Sequence[FineTuning], seeds: int, store: Store, stream: TextIO | None = None) -> None:
+    """Train what is missing, task by task. The store is open for writing."""
+    torch.set_num_threads(1)
+    for task in tasks:
+        _train_missing([Run(task.name, UNTRAINED, 0, 0)], store, stream)
+        for method in (REFERENCE, BASELINE):
+            grid: tuple[int, ...] = GRID
+            for _ in range(1 + MOST_BEYOND):
+                _train_missing([Run(task.name, method, 0, rung) for rung in grid], store, stream)
+                grid = Results(store.rows).wider(task, method, grid)
+        _train_missing(_compared(task, min(seeds, task.seeds), Results(store.rows)), store, stream)
+    for task in tasks:  # what takes long comes last
+        rung = Results(store.rows).best_rung(task, REFERENCE)
+        _train_missing([Run(task.name, method, 0, rung) for method in task.once if rung is not None], store, stream)
+
+
+def _compared(task: FineTuning, seeds: int, results: Results) -> list[Run]:
+    """Return the runs of all seeds, each method at its learning rate."""
+    rungs = {method: results.best_rung(task, REFERENCE) for method in methods(task) if method not in task.once}
+    rungs[BASELINE] = results.best_rung(task, BASELINE)
+    return [
+        Run(task.name, method, seed, rung)
+        for method, rung in rungs.items()
+        if rung is not None
+        for seed in range(seeds)
+    ]
+
+
+def _train_missing(runs: Sequence[Run], store: Store, stream: TextIO | None) -> None:
+    finished = {row["key"] for row in store.rows}
+    for one in runs:
+        if one.key not in finished:
+            row = train(one)
+            store.add(row)
+            print(f"{one.key}: {_told(row)}", file=stream or sys.stderr, flush=True)
+
+
+def _told(row: Row) -> str:
+    if row["error"]:
+        return f"no plan: {row['error']}"
+    if row["validation"] is None or row["test"] is None:
+        return "diverged"
+    return f"validation {row['validation']['loss']:.4f}, test {row['test']['loss']:.4f}, {row['seconds']:.0f} s"

@@ -171,6 +171,12 @@ def test_links_lead_somewhere(page):
     assert not [target for target in targets if "://" not in target and not (page.parent / target).exists()]
 
 
+def test_files_of_tests_that_are_named_exist():
+    naming = [*(ROOT / ".github").rglob("*.yml"), ROOT / "Makefile", *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    named = {name for path in naming for name in re.findall(r"\btests/[\w/]+\.py", path.read_text(encoding="utf-8"))}
+    assert named and not [name for name in named if not (ROOT / name).is_file()]
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     pytest.importorskip("mkdocs")

@@ -162,6 +162,7 @@ def test_a_command_imports_no_other_command():
     loaded = ran.stdout.split()
     assert "baoc.tools.cli.fit" in loaded
     assert not {"baoc.tools.cli.plan", "baoc.tools.cli.reports", "baoc.tools.cli.measure"} & set(loaded)
+    assert "torch._dynamo" not in loaded, "a second of imports, to make random numbers that nobody reads"
 
 
 # ---- control characters ----

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from baoc.tools.models import ALIASES, MODELS, ModelError, optional_package
 
@@ -72,8 +73,18 @@ def resolve(model: str) -> nn.Module:
         build = partial(from_config_file, find_config(Path(model)))
     else:
         raise ModelError(_not_found(model))
-    with explained(f"{model} cannot be built"), torch.device("meta"):
+    with explained(f"{model} cannot be built"), torch.device("meta"), _WithoutRandomNumbers():
         return build()
+
+
+class _WithoutRandomNumbers(TorchFunctionMode):
+    """Leave out random numbers on the meta device: they have no values, and torch imports its compiler for them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensor: Any = args[0] if args else (kwargs or {}).get("tensor")
+        if getattr(func, "__name__", "") in ("normal_", "uniform_") and tensor.is_meta:
+            return tensor
+        return func(*args, **(kwargs or {}))
 
 
 def call_function(path: Path, name: str, failure: str = "failed") -> Any:
@@ -103,7 +114,7 @@ def call_function(path: Path, name: str, failure: str = "failed") -> Any:
 
 
 def _from_function(path: Path, name: str) -> nn.Module:
-    with torch.device("meta"):
+    with torch.device("meta"), _WithoutRandomNumbers():
         result = call_function(path, name, "failed on the meta device")
     return _as_module(result, f"{path}:{name}")
 

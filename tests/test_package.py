@@ -35,7 +35,19 @@ LAYERS = {
         *("splits", "fused", "block", "plan", "budget"),
     ],
     "optim": [
-        *("agreement", "state", "groups", "members", "kernels", "low_bits", "staging", "engine", "guard", "migrate"),
+        *(
+            "agreement",
+            "state",
+            "groups",
+            "members",
+            "kernels",
+            "low_bits",
+            "staging",
+            "engine",
+            "guard",
+            "conversion",
+            "migrate",
+        ),
         *("assignment", "torch_state", "checkpoint", "optimizer", "release"),
     ],
     "planners": [

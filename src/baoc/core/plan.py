@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -139,11 +139,28 @@ class Plan:
             >>> [(block.name, str(block.configuration)) for block in plan.with_low_bits({"a"}, "8").blocks]
             [('all', 'adamw[m=int8,v=int8]'), ("all'", 'adamw[m=int8,v=int8,w=8]')]
         """
+        return self._with_weight(narrow, weight, of=lambda each: not each.weight)
+
+    def without_low_bits(self, wide: Collection[str]) -> Plan:
+        """Return the plan without slot ``w`` for some parameters: those that are fp32.
+
+        Args:
+            wide: their names.
+
+        Returns:
+            The plan. Blocks with other parameters too are divided.
+        """
+        return self._with_weight(wide, None, of=lambda each: bool(each.weight))
+
+    def _with_weight(
+        self, parameters: Collection[str], weight: str | None, of: Callable[[Configuration], bool]
+    ) -> Plan:
+        """Give some parameters another slot ``w``, in blocks of certain configurations."""
         blocks: list[Block] = []
         names = {block.name for block in self.blocks}
         for block in self.blocks:
-            mine = {name: shape for name, shape in block.parameters.items() if name in narrow}
-            if not mine or block.configuration.weight:
+            mine = {name: shape for name, shape in block.parameters.items() if name in parameters}
+            if not mine or not of(block.configuration):
                 blocks.append(block)
                 continue
             changed = replace(block, configuration=block.configuration.with_weight(weight), parameters=mine)
@@ -155,30 +172,6 @@ class Plan:
                 names.add(changed.name)
             blocks.append(changed)
         return self if tuple(blocks) == self.blocks else replace(self, blocks=tuple(blocks))
-
-    def without_low_bits(self, wide: Collection[str]) -> Plan:
-        """Return the plan without slot ``w`` for some parameters: those that are fp32.
-
-        Args:
-            wide: their names.
-
-        Returns:
-            The plan. Blocks with other parameters too are divided.
-        """
-        if not any(block.configuration.weight and any(n in wide for n in block.parameters) for block in self.blocks):
-            return self
-        blocks: list[Block] = []
-        for block in self.blocks:
-            mine = {name: shape for name, shape in block.parameters.items() if name in wide}
-            if not mine or not block.configuration.weight:
-                blocks.append(block)
-                continue
-            others = {name: shape for name, shape in block.parameters.items() if name not in mine}
-            changed = replace(block, configuration=block.configuration.with_weight(None), parameters=mine)
-            blocks += (
-                [replace(block, parameters=others), replace(changed, name=f"{block.name}'")] if others else [changed]
-            )
-        return replace(self, blocks=tuple(blocks))
 
     @staticmethod
     def refuse_unsuited(configuration: Configuration, shapes: Mapping[str, Shape], roles: Mapping[str, Role]) -> None:

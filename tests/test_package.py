@@ -52,7 +52,7 @@ LAYERS = {
     ],
     "planners": [
         *("model_facts", "base", "total", "patterns", "cost", "placement", "lr_multipliers", "trust"),
-        *("effect_table", "scaling", "weights", "simplify", "effect_problem", "effects", "paper"),
+        *("effect_table", "scaling", "weights", "simplify", "effect_classes", "effect_problem", "effects", "paper"),
     ],
     "planners/paper": [
         *("units", "coordinates", "sampling", "statistics", "metrics", "risk", "refine"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ import torch
 from baoc.core.block import Block, PlanError
 from baoc.core.configuration import BUDGET_REFERENCE, Configuration, parse
 from baoc.core.files import read_json, replaced
-from baoc.core.roles import Role, as_matrices, roles_by_name
+from baoc.core.roles import Role, as_matrices, matrix_shape, roles_by_name
 from baoc.core.sharding import rows_per_rank
 from baoc.core.spec import BATCH_NUMEL, DEFAULT_WEIGHT, LOW_PRECISION, Reach, Shape
 from baoc.core.splits import Split, Splits, describe, matched, workspace
@@ -364,6 +365,8 @@ class Plan:
     def workspace_bytes(self) -> int:
         """The most bytes that an update needs for a moment besides state, for rules that work on whole matrices.
 
+        With :attr:`rows`, they are those of a rank, which gathers some of the matrices.
+
         Example:
             >>> Plan.uniform("muon-8", {"experts": (64, 384, 384)}).workspace_bytes / 2**20
             58.5
@@ -381,17 +384,25 @@ class Plan:
         Returns:
             The bytes, on any rank.
         """
-        needed: dict[object, int] = {}
+        count: dict[object, int] = {}
         largest = 0
         for name, block in self.by_parameter:
-            mechanism = block.configuration.mechanism
-            if mechanism.reach is Reach.MATRIX:
-                matrices, rows, cols = as_matrices(block.parameters[name])
-                split = block.splits.get(name)
-                each = workspace(mechanism, split, rows, cols)
-                key = name if one_by_one else (mechanism.name, rows, cols, split)
-                needed[key] = needed.get(key, 0) + matrices * each
-                largest = max(largest, min(needed[key], max(1, BATCH_NUMEL // each) * each))
+            mechanism, shape, split = block.configuration.mechanism, block.parameters[name], block.splits.get(name)
+            if mechanism.reach is not Reach.MATRIX or not math.prod(shape):
+                continue
+            matrices, rows, cols = as_matrices(shape)
+            each, here = workspace(mechanism, split, rows, cols), self.rows.get(name, shape[0])
+            is_stack = len(matrix_shape(shape)) > 2  # whose matrices are whole on the ranks that have them
+            key = name if one_by_one else (mechanism.name, rows, cols, split, None if is_stack else here)
+            count[key] = count.get(key, 0) + (matrices * here // shape[0] if is_stack else matrices)
+            if is_stack or here == shape[0]:
+                needed = min(count[key], max(1, BATCH_NUMEL // each)) * each
+            else:
+                ranks = math.ceil(shape[0] / here)
+                batch = min(count[key], max(1, BATCH_NUMEL * ranks // each))
+                # matrices that are finished here and a copy; the rows of all that are here, before and after
+                needed = math.ceil(batch / ranks) * (each + rows * cols) + 2 * batch * here * math.prod(shape[1:])
+            largest = max(largest, needed)
         return 4 * largest
 
     @property

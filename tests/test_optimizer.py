@@ -533,7 +533,7 @@ def test_an_interrupted_group_is_not_added(where, steps_before, planner, monkeyp
         if where == "join":
             patch.setattr("baoc.optim.optimizer.refuse_offloading", stop)
         elif where == "plan":
-            patch.setattr(BAOC, "_model", stop)
+            patch.setattr("baoc.planning.Run.model", stop)
         else:
             allocate, calls = baoc.optim.migrate.Move.allocate, []
 

@@ -36,12 +36,24 @@ LAYERS = {
         *("splits", "fused", "block", "plan", "budget"),
     ],
     "optim": [
-        *("agreement", "state", "groups", "members", "kernels", "low_bits", "staging", "engine", "guard", "migrate"),
+        *(
+            "agreement",
+            "state",
+            "groups",
+            "members",
+            "kernels",
+            "low_bits",
+            "staging",
+            "engine",
+            "guard",
+            "conversion",
+            "migrate",
+        ),
         *("assignment", "torch_state", "checkpoint", "optimizer", "release"),
     ],
     "planners": [
         *("model_facts", "base", "total", "patterns", "cost", "placement", "lr_multipliers", "trust"),
-        *("effect_table", "scaling", "weights", "simplify", "effect_problem", "effects", "paper"),
+        *("effect_table", "scaling", "weights", "simplify", "effect_classes", "effect_problem", "effects", "paper"),
     ],
     "planners/paper": [
         *("units", "coordinates", "sampling", "statistics", "metrics", "risk", "refine"),

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from baoc import BAOC, PlanError
-from baoc.optim import migrate
+from baoc.optim import conversion
 from benchmarks.torture.options import PLANNERS, digest
 from benchmarks.torture.training import make_model
 from benchmarks.torture.trials import tried
@@ -96,7 +96,7 @@ def train(scenario: Scenario, rank: int, folder: Path) -> dict[str, Any]:
         optimizer.zero_grad()
 
     if is_victim and scenario.fault == "no memory":
-        migrate.allocated = _failing(migrate.allocated, scenario.at)
+        conversion.allocated = _failing(conversion.allocated, scenario.at)
     if scenario.fault == "no data":
         with model.join():
             for number in range(scenario.at if is_victim else _STEPS):

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from baoc import BAOC, EffectPlanner, PaperPlanner
 from baoc.core.plan import PlanError
-from baoc.optim import migrate
 from baoc.optim.agreement import Peers
 from tests.ranks import together
 
@@ -155,7 +154,7 @@ def without_memory(
         model = fully_shard(make_model()) if is_sharded else DistributedDataParallel(make_model())
         core = model if is_sharded else model.module
         optimizer = BAOC(core, lr=1e-2, memory=0.5, planner=PAPER, verbose=False)
-        real, calls = migrate.allocated, 0
+        real, calls = conversion.allocated, 0
 
         def failing(*args: Any, **settings: Any) -> Any:
             nonlocal calls
@@ -165,7 +164,7 @@ def without_memory(
             return real(*args, **settings)
 
         errors, after = [], None
-        migrate.allocated = failing
+        conversion.allocated = failing
         for step in range(STEPS):
             backward(model, rank, step)
             try:
@@ -176,7 +175,7 @@ def without_memory(
                 errors.append(f"{type(error).__name__}: {error}")
                 after = held(core, optimizer)
             optimizer.zero_grad()
-        migrate.allocated = real
+        conversion.allocated = real
         return {**held(core, optimizer), "after": after, "errors": errors}
 
     return scenario

@@ -13,7 +13,7 @@ from torch import nn
 
 from baoc import CATALOG, Block, BlockOptimizer, Plan, parse, state_bytes
 from baoc.core.mechanisms import Adam, Muon, Normalised
-from baoc.optim import migrate
+from baoc.optim import conversion, migrate
 from tests.cases import CONFIGURATIONS, gradients, train, trained
 from tests.memory import PeakMemory
 from tests.training import REPRESENTATIVE
@@ -193,7 +193,7 @@ def test_an_interrupted_change_of_plans_leaves_a_working_optimizer(old, new, cal
         optimizer.step()
 
     step(params, optimizer)
-    encode, left = migrate._fill, iter(range(calls))
+    encode, left = conversion._fill, iter(range(calls))
 
     def interrupted(*arguments):
         if next(left, None) is None:
@@ -201,7 +201,7 @@ def test_an_interrupted_change_of_plans_leaves_a_working_optimizer(old, new, cal
         encode(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(migrate, "_fill", interrupted)
+        patched.setattr(conversion, "_fill", interrupted)
         with pytest.raises(Interrupted):
             optimizer.set_plan(new)
     for configuration in {block.configuration for block in optimizer.plan.blocks}:

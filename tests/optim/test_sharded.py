@@ -20,6 +20,7 @@ from baoc import BlockOptimizer, Configuration, parse
 from baoc.core.sharding import shard_of
 from baoc.core.spec import Reach
 from tests.cases import CONFIGURATIONS, gradients
+from tests.memory import PeakMemory
 from tests.ranks import together
 
 SHAPES = {
@@ -170,3 +171,28 @@ def refusals(rank: int) -> dict[str, str]:
 def test_other_placements_are_refused_at_construction(tmp_path):
     for said in together(refusals, 4, tmp_path)[0].values():
         assert "'weight'" in said and "fully_shard on a mesh of one dim" in said and "another optimizer" in said
+
+
+def workspaces(rank: int, plan: str) -> list[tuple[int, int]]:
+    """The most bytes of a step beyond what is held, and what the plan says, for several and for few matrices."""
+    found = []
+    for count, shape in ((7, (300, 200)), (1, (700, 300)), (3, (9, 100, 120))):
+        torch.manual_seed(0)
+        model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for _ in range(count)])
+        ranks = torch.distributed.get_world_size()
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+        optimizer = BlockOptimizer(model, plan=plan, kernel="native")
+        for _ in range(2):
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            with PeakMemory() as memory:
+                optimizer.step()
+        found.append((memory.peak, optimizer.plan.workspace_bytes))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_workspace_of_a_rank_is_what_the_plan_says(ranks, tmp_path):
+    for of_ranks in zip(*together(workspaces, ranks, tmp_path, "muon-8")):
+        peak, said = max(peak for peak, _ in of_ranks), of_ranks[0][1]
+        assert 0.8 * said <= peak <= said + (1 << 19), of_ranks

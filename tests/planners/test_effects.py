@@ -274,9 +274,9 @@ def test_more_memory_is_never_predicted_to_be_worse_by_more_than_the_tolerance(m
 
 def expand(source: EffectProblem) -> tuple[list[str], Problem]:
     """The same problem with every tensor for itself; ``Problem`` has the mean of times."""
-    classes = source._problem
+    classes = source._classes.problem
     names = list(source.model.shapes)
-    rows = [source._class_of[name] for name in names]
+    rows = [source._classes.class_of[name] for name in names]
     limit = None if classes.time_budget is None else classes.time_budget / len(names)
     return names, Problem(classes.cost[rows], classes.memory[rows], classes.time[rows], None, limit)
 
@@ -642,7 +642,7 @@ def test_pretrained_models_get_adamw_wherever_it_fits() -> None:
     least = 0
     for name, shape in source.model.shapes.items():
         role = source.model.planned_role(name)
-        known = [c for c in source.candidates if source.table.effect(FINETUNE, role, c) is not None]
+        known = [c for c in source.candidates if source.effects.table.effect(FINETUNE, role, c) is not None]
         least += min(c.state_bytes(shape) for c in known if c.mechanism_name == "adamw")
     for nbytes, plan in plans(source):
         rules = {block.configuration.mechanism_name for block in plan.blocks}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from baoc.core.block import Block, PlanError
 from baoc.core.configuration import BUDGET_REFERENCE, Configuration, parse
 from baoc.core.files import read_json, replaced
-from baoc.core.roles import Role, as_matrices, roles_by_name
+from baoc.core.roles import Role, as_matrices, matrix_shape, roles_by_name
 from baoc.core.sharding import rows_per_rank
 from baoc.core.spec import BATCH_NUMEL, DEFAULT_WEIGHT, LOW_PRECISION, Reach, Shape
 from baoc.core.splits import Split, Splits, describe, matched, workspace
@@ -139,11 +140,28 @@ class Plan:
             >>> [(block.name, str(block.configuration)) for block in plan.with_low_bits({"a"}, "8").blocks]
             [('all', 'adamw[m=int8,v=int8]'), ("all'", 'adamw[m=int8,v=int8,w=8]')]
         """
+        return self._with_weight(narrow, weight, of=lambda each: not each.weight)
+
+    def without_low_bits(self, wide: Collection[str]) -> Plan:
+        """Return the plan without slot ``w`` for some parameters: those that are fp32.
+
+        Args:
+            wide: their names.
+
+        Returns:
+            The plan. Blocks with other parameters too are divided.
+        """
+        return self._with_weight(wide, None, of=lambda each: bool(each.weight))
+
+    def _with_weight(
+        self, parameters: Collection[str], weight: str | None, of: Callable[[Configuration], bool]
+    ) -> Plan:
+        """Give some parameters another slot ``w``, in blocks of certain configurations."""
         blocks: list[Block] = []
         names = {block.name for block in self.blocks}
         for block in self.blocks:
-            mine = {name: shape for name, shape in block.parameters.items() if name in narrow}
-            if not mine or block.configuration.weight:
+            mine = {name: shape for name, shape in block.parameters.items() if name in parameters}
+            if not mine or not of(block.configuration):
                 blocks.append(block)
                 continue
             changed = replace(block, configuration=block.configuration.with_weight(weight), parameters=mine)
@@ -155,30 +173,6 @@ class Plan:
                 names.add(changed.name)
             blocks.append(changed)
         return self if tuple(blocks) == self.blocks else replace(self, blocks=tuple(blocks))
-
-    def without_low_bits(self, wide: Collection[str]) -> Plan:
-        """Return the plan without slot ``w`` for some parameters: those that are fp32.
-
-        Args:
-            wide: their names.
-
-        Returns:
-            The plan. Blocks with other parameters too are divided.
-        """
-        if not any(block.configuration.weight and any(n in wide for n in block.parameters) for block in self.blocks):
-            return self
-        blocks: list[Block] = []
-        for block in self.blocks:
-            mine = {name: shape for name, shape in block.parameters.items() if name in wide}
-            if not mine or not block.configuration.weight:
-                blocks.append(block)
-                continue
-            others = {name: shape for name, shape in block.parameters.items() if name not in mine}
-            changed = replace(block, configuration=block.configuration.with_weight(None), parameters=mine)
-            blocks += (
-                [replace(block, parameters=others), replace(changed, name=f"{block.name}'")] if others else [changed]
-            )
-        return replace(self, blocks=tuple(blocks))
 
     @staticmethod
     def refuse_unsuited(configuration: Configuration, shapes: Mapping[str, Shape], roles: Mapping[str, Role]) -> None:
@@ -371,6 +365,8 @@ class Plan:
     def workspace_bytes(self) -> int:
         """The most bytes that an update needs for a moment besides state, for rules that work on whole matrices.
 
+        With :attr:`rows`, they are those of a rank, which gathers some of the matrices.
+
         Example:
             >>> Plan.uniform("muon-8", {"experts": (64, 384, 384)}).workspace_bytes / 2**20
             58.5
@@ -388,17 +384,25 @@ class Plan:
         Returns:
             The bytes, on any rank.
         """
-        needed: dict[object, int] = {}
+        count: dict[object, int] = {}
         largest = 0
         for name, block in self.by_parameter:
-            mechanism = block.configuration.mechanism
-            if mechanism.reach is Reach.MATRIX:
-                matrices, rows, cols = as_matrices(block.parameters[name])
-                split = block.splits.get(name)
-                each = workspace(mechanism, split, rows, cols)
-                key = name if one_by_one else (mechanism.name, rows, cols, split)
-                needed[key] = needed.get(key, 0) + matrices * each
-                largest = max(largest, min(needed[key], max(1, BATCH_NUMEL // each) * each))
+            mechanism, shape, split = block.configuration.mechanism, block.parameters[name], block.splits.get(name)
+            if mechanism.reach is not Reach.MATRIX or not math.prod(shape):
+                continue
+            matrices, rows, cols = as_matrices(shape)
+            each, here = workspace(mechanism, split, rows, cols), self.rows.get(name, shape[0])
+            is_stack = len(matrix_shape(shape)) > 2  # whose matrices are whole on the ranks that have them
+            key = name if one_by_one else (mechanism.name, rows, cols, split, None if is_stack else here)
+            count[key] = count.get(key, 0) + (matrices * here // shape[0] if is_stack else matrices)
+            if is_stack or here == shape[0]:
+                needed = min(count[key], max(1, BATCH_NUMEL // each)) * each
+            else:
+                ranks = math.ceil(shape[0] / here)
+                batch = min(count[key], max(1, BATCH_NUMEL * ranks // each))
+                # matrices that are finished here and a copy; the rows of all that are here, before and after
+                needed = math.ceil(batch / ranks) * (each + rows * cols) + 2 * batch * here * math.prod(shape[1:])
+            largest = max(largest, needed)
         return 4 * largest
 
     @property

@@ -19,9 +19,9 @@ from baoc.core.plan import Block, Plan, PlanError
 from baoc.core.spec import LOW_PRECISION, SMALLEST_WEIGHT, Reach
 from baoc.core.splits import Split
 from baoc.optim import groups, low_bits, torch_state
+from baoc.optim.conversion import Holding, Move, lr_scales
 from baoc.optim.groups import Group
 from baoc.optim.members import Member
-from baoc.optim.migrate import Holding, Move, lr_scales
 from baoc.optim.state import SAMPLES, ParamState
 
 PLAN = "plan"

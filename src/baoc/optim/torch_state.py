@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from baoc.core.configuration import Configuration, parse
 from baoc.core.sharding import HOST
 from baoc.core.spec import DEFAULT_BETAS
-from baoc.optim import migrate
+from baoc.optim import conversion
 from baoc.optim.groups import Group
 from baoc.optim.members import Member
 from baoc.optim.state import ParamState, is_fresh
@@ -106,7 +106,7 @@ def to_torch(optimizer: HasMembers, kind: str = "adamw") -> dict[str, Any]:
         held = optimizer.state.get(member.param)
         if held and not is_fresh(held):
             layout = parse(form.configuration).layout(member.shape, rows=member.place.rows)
-            converted = migrate.convert(migrate.holding_of(member, held), layout, member.state_device)
+            converted = conversion.convert(conversion.holding_of(member, held), layout, member.state_device)
             entry = form.write(converted)
             if member.param.is_complex():
                 entry = {name: torch.view_as_complex(t) if t.dim() else t for name, t in entry.items()}

@@ -229,8 +229,10 @@ class Owners:
 
     def scatter(self, owned: Tensor) -> Tensor:
         """And back."""
-        pieces = [piece.reshape(-1) for piece in owned.split_with_sizes(self._heights, 1)]
-        return self._ranks.exchange(torch.cat(pieces), self._received, self._sent)
+        sent = owned.new_empty(owned.numel())
+        for part, piece in zip(sent.split_with_sizes(self._received), owned.split_with_sizes(self._heights, 1)):
+            part.view(piece.shape).copy_(piece)
+        return self._ranks.exchange(sent, self._received, self._sent)
 
     @property
     def _sent(self) -> Sequence[int]:

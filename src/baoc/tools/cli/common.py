@@ -14,7 +14,7 @@ from baoc.core.configuration import ConfigurationError
 from baoc.core.plan import Plan, PlanError
 from baoc.core.spec import DEFAULT_BETAS, Hyper
 from baoc.planners.base import AUTO
-from baoc.planners.effect_problem import TOKENS
+from baoc.planners.effect_classes import TOKENS
 from baoc.planners.effects import EffectPlanner
 from baoc.planners.model_facts import REGIMES
 from baoc.planners.paper.planner import PaperPlanner

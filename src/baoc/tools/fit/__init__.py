@@ -280,8 +280,8 @@ class Fitter:
 
 
 def _choice(name: str, plan: Plan, needed: Memory, setup: Setup) -> Choice:
-    state = plan.sharded(setup.shards).device_bytes_per_rank
-    workspace = _workspace(plan, needed, setup)
+    here = plan.sharded(setup.shards)
+    state, workspace = here.device_bytes_per_rank, _workspace(here, needed, setup)
     total, loss = needed.total + workspace + state, plan.settings.get("expected_loss")
     return Choice(name, plan, state, workspace, total, loss, predicted_interval(plan.settings))
 

@@ -15,7 +15,8 @@ from typing import Any
 from baoc.core.plan import Plan
 from baoc.core.spec import Hyper
 from baoc.core.text import human_bytes, predicted_interval, short_prediction, table
-from baoc.planners.effect_problem import PLURAL, EffectProblem
+from baoc.planners.effect_classes import PLURAL
+from baoc.planners.effect_problem import EffectProblem
 from baoc.planners.model_facts import ModelFacts
 from baoc.planners.paper.problem import PaperProblem
 from baoc.tools.report.explain import ReportError, total_risk

@@ -1,7 +1,7 @@
 """The order of the runs, and what is trained at which learning rate.
 
 AdamW32 and 8-bit AdamW each look for their best learning rate with the first seed, on validation data. BAOC and Muon
-run at AdamW32's: whoever replaces AdamW has that one.
+run at AdamW32's: whoever replaces AdamW has that one. Last, Muon looks for its own.
 """
 
 from __future__ import annotations
@@ -36,15 +36,26 @@ def run(tasks: Sequence[FineTuning], seeds: int, store: Store, stream: TextIO | 
     for task in tasks:
         _train_missing([Run(task.name, UNTRAINED, 0, 0)], store, stream)
         for method in (REFERENCE, BASELINE):
-            grid: tuple[int, ...] = GRID
-            for _ in range(1 + MOST_BEYOND):
-                _train_missing([Run(task.name, method, 0, rung) for rung in grid], store, stream)
-                grid = Results(store.rows).wider(task, method, grid)
+            _tune(task, method, store, stream)
         _train_missing(_compared(task, (BASELINE, *FIRST), seeds, Results(store.rows)), store, stream)
     for task in tasks:
         rest = [method for method in methods(task) if method not in FIRST]
         rest.sort(key=task.once.__contains__)  # what takes long comes last
         _train_missing(_compared(task, rest, seeds, Results(store.rows)), store, stream)
+    for task in tasks:
+        if MUON not in task.once:
+            _tune(task, MUON, store, stream)
+            rung = Results(store.rows).best_rung(task, MUON)
+            own = [Run(task.name, MUON, seed, rung) for seed in range(min(seeds, task.seeds)) if rung is not None]
+            _train_missing(own, store, stream)
+
+
+def _tune(task: FineTuning, method: str, store: Store, stream: TextIO | None) -> None:
+    """Try learning rates with the first seed until the best is inside the grid."""
+    grid: tuple[int, ...] = GRID
+    for _ in range(1 + MOST_BEYOND):
+        _train_missing([Run(task.name, method, 0, rung) for rung in grid], store, stream)
+        grid = Results(store.rows).wider(task, method, grid)
 
 
 def _compared(task: FineTuning, names: Sequence[str], seeds: int, results: Results) -> list[Run]:

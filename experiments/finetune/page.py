@@ -22,8 +22,8 @@ Real pretrained weights, each fine-tuned on a task with a test set. AdamW32 is `
 8-bit AdamW. Each runs at its own best learning rate, a factor of {factor:g} apart, by the validation loss of the first
 seed; the grid is extended while the best is at an edge. BAOC (`baoc@` with its budget, all settings at their defaults)
 and `muon-8` (8-bit Muon on hidden matrices, AdamW32 on the rest) run at **AdamW32's** best learning rate and are not
-tuned; where `muon-8` was tuned as well, it has a second line. All have a warm-up of {warm:g} of the steps, a cosine to zero, gradients clipped to {clip:g}, weight decay {decay:g} and fp32
-weights. The test set is scored once, at the end.
+tuned; where `muon-8` was tuned as well, it has a second line. All have a warm-up of {warm:g} of the steps, a cosine to
+zero, gradients clipped to {clip:g}, weight decay {decay:g} and fp32 weights. The test set is scored once, at the end.
 
 *Difference* is of the test loss to `adamw-8`'s in percent, mean ± standard error of the differences seed by seed: runs
 of one seed see the same batches. **Worse** is beyond two standard errors, however small the difference; with three

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baoc.core.text import human_count
 from experiments.finetune.results import Difference, Results, difference
-from experiments.finetune.running import BASELINE, methods
+from experiments.finetune.running import BASELINE, MUON, methods
 from experiments.finetune.tasks import WARM_UP, FineTuning
 from experiments.finetune.training import CLIP, UNTRAINED, WEIGHT_DECAY
 from experiments.runs import Row, markdown
@@ -21,9 +21,9 @@ ABOUT = """\
 Real pretrained weights, each fine-tuned on a task with a test set. AdamW32 is `torch.optim.AdamW`, and `adamw-8` is
 8-bit AdamW. Each runs at its own best learning rate, a factor of {factor:g} apart, by the validation loss of the first
 seed; the grid is extended while the best is at an edge. BAOC (`baoc@` with its budget, all settings at their defaults)
-and `muon-8` (8-bit Muon on hidden matrices) run at **AdamW32's** best learning rate and are not tuned. All have a
-warm-up of {warm:g} of the steps, a cosine to zero, gradients clipped to {clip:g}, weight decay {decay:g} and fp32
-weights. The test set is scored once, at the end.
+and `muon-8` (8-bit Muon on hidden matrices, AdamW32 on the rest) run at **AdamW32's** best learning rate and are not
+tuned; where `muon-8` was tuned as well, it has a second line. All have a warm-up of {warm:g} of the steps, a cosine to
+zero, gradients clipped to {clip:g}, weight decay {decay:g} and fp32 weights. The test set is scored once, at the end.
 
 *Difference* is of the test loss to `adamw-8`'s in percent, mean ± standard error of the differences seed by seed: runs
 of one seed see the same batches. **Worse** is beyond two standard errors, however small the difference; with three
@@ -77,6 +77,10 @@ def _lines(task: FineTuning, results: Results) -> list[Line]:
     for method in methods(task):
         if rows := results.of(task, method, rung):
             lines.append(Line(task, method, rows, difference(rows, theirs)))
+    muon = results.best_rung(task, MUON)
+    if muon is not None and muon != rung:
+        rows = results.of(task, MUON, muon)
+        lines.append(Line(task, MUON, rows, difference(rows, theirs)))
     return lines
 
 
@@ -84,8 +88,10 @@ def _lost(lines: Sequence[Line]) -> list[str]:
     """All that is worse than 8-bit AdamW, the worst first, and what the default does."""
     lost = [line for line in lines if line.found and line.found.verdict == "worse"]
     lost.sort(key=lambda line: -line.found.percent if line.found else 0)
-    cells = [[line.task.name, f"`{line.method}`", told(line.found), _bytes(line.rows)] for line in lost]
-    table = markdown.table(["Task", "Method", "Difference (%)", "Bytes"], cells) if cells else ["Nothing is worse."]
+    cells = [[line.task.name, f"`{line.method}`", _lr(line), told(line.found), _bytes(line.rows)] for line in lost]
+    table = (
+        markdown.table(["Task", "Method", "lr", "Difference (%)", "Bytes"], cells) if cells else ["Nothing is worse."]
+    )
     absent = [f"`{line.method}` on {line.task.name}" for line in lines if line.rows[0]["error"]]
     none = ["", f"No plan fits for {', '.join(absent)}: the default bounds the time of a step."] if absent else []
     default = [line for line in lines if line.is_default]
@@ -114,8 +120,11 @@ def _cells(line: Line, has_accuracy: bool) -> list[str]:
     distance = estimate([row["distance"] for row in rows], ".4f")
     name = "AdamW32" if line.method == REFERENCE else f"`{line.method}`"
     scores = [_scores(rows), *([accuracy] if has_accuracy else []), distance]
-    seeds, lr = str(len(line.rows)), f"{line.rows[0]['lr']:.2g}"
-    return [name, lr, _bytes(line.rows), *scores, told(line.found), seeds, line.verdict]
+    return [name, _lr(line), _bytes(line.rows), *scores, told(line.found), str(len(line.rows)), line.verdict]
+
+
+def _lr(line: Line) -> str:
+    return f"{line.rows[0]['lr']:.2g}"
 
 
 def _plan(row: Row) -> str:
@@ -126,10 +135,11 @@ def _plan(row: Row) -> str:
 
 def _grids(task: FineTuning, results: Results) -> list[str]:
     told_grids = []
-    for method in (REFERENCE, BASELINE):
+    for method in (REFERENCE, BASELINE, MUON):
         tried = [row for rung in range(-9, 10) for row in results.of(task, method, rung)[:1] if row["seed"] == 0]
-        values = (f"{row['lr']:.2g}: {_validation(row)}" for row in tried)
-        told_grids.append(f"{'AdamW32' if method == REFERENCE else f'`{method}`'} {', '.join(values)}")
+        if len(tried) > 1:
+            values = (f"{row['lr']:.2g}: {_validation(row)}" for row in tried)
+            told_grids.append(f"{'AdamW32' if method == REFERENCE else f'`{method}`'} {', '.join(values)}")
     return [f"Validation losses by learning rate, first seed: {'; '.join(told_grids)}."]
 
 

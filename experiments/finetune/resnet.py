@@ -58,7 +58,7 @@ def pretrained(path: Path) -> ResNet:
     """Return ResNet-20 with published weights."""
     model = ResNet()
     state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    model.load_state_dict({name.removeprefix("module."): value for name, value in state.items()}, strict=False)
+    model.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
     return model
 
 

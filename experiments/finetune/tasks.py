@@ -127,7 +127,7 @@ def stories15m(seed: int) -> Problem:
 
 
 def smollm2(seed: int) -> Problem:
-    return language("smollm2", seed, size=2, length=128, tests={"validation": 6, "test": 16})
+    return language("smollm2", seed, size=2, length=128, tests={"validation": 4, "test": 12})
 
 
 def intents(seed: int) -> Problem:
@@ -162,7 +162,7 @@ def _reviews(split: Split, count: int) -> Examples:
 
 
 def noisy_images(seed: int) -> Problem:
-    """The training images are those that the weights were trained on; the noise and the test images are new."""
+    """The training and validation images are of those that the weights were trained on; the test images are new."""
     path = resnet.weights_file(Path(pretrained.folder("resnet20")))
     assert path is not None
     held_out: Mapping[HeldOut, Examples] = {"validation": _noisy("validation", 500), "test": _noisy("test", 1500)}
@@ -192,7 +192,7 @@ TASKS = {
         FineTuning(
             "smollm2-gsm8k",
             "SmolLM2-135M on GSM8K, 2 x 128 tokens",
-            *("smollm2", smollm2, 1e-4, 12),
+            *("smollm2", smollm2, 1e-4, 10),
             seeds=2,
             once=("muon-8", "baoc@0.07"),
             budgets=("auto", "0.25", "0.05", "0.07"),

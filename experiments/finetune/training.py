@@ -28,7 +28,7 @@ class Run:
     """What identifies a run.
 
     >>> Run("smollm2-gsm8k", "baoc@0.25", seed=1, rung=-1).key
-    'smollm2-gsm8k baoc@0.25 seed=1 lr=3.33e-05 steps=12'
+    'smollm2-gsm8k baoc@0.25 seed=1 lr=3.33e-05 steps=10'
     """
 
     task: str

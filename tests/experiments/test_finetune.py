@@ -152,15 +152,17 @@ def test_a_divergence_is_worse(tiny: FineTuning) -> None:
 def test_the_page_says_what_loses_first(tiny: FineTuning) -> None:
     losses = {REFERENCE: (1.0, 2.0), "adamw-8": (1.0, 2.0), "baoc@auto": (1.1, 2.2), "muon-8": (0.9,)}
     rows = [made_up(tiny, method, seed, 0, loss) for method, found in losses.items() for seed, loss in enumerate(found)]
+    rows.append(made_up(tiny, "muon-8", 0, 1, 0.8))
     lines = page.text([tiny], rows, ["some", "command"]).splitlines()
     lost = lines.index("## What loses")
     assert lines[lost + 2] == "The default, `baoc@auto`, is worse than `adamw-8` on points (1 tasks)."
-    assert lines[lost + 6] == "| points | `baoc@auto` | +10.00 ± 0.00 | 2.00 |"
+    assert lines[lost + 6] == "| points | `baoc@auto` | 0.003 | +10.00 ± 0.00 | 2.00 |"
     assert (
         "| AdamW32 | 0.003 | 2.00 | 1.5000 ± 0.5000 | 50.0 ± 0.0 | 0.0100 ± 0.0000 | +0.00 ± 0.00 | 2 | level |"
         in lines
     )
     assert any(line.startswith("| `muon-8` |") and line.endswith("| -10.00 | 1 | one seed |") for line in lines)
+    assert any(line.startswith("| `muon-8` | 0.009 |") and "| -20.00 |" in line for line in lines)
     none = [{**made_up(tiny, "baoc@auto", 0, 0, None), "error": "too small"}]
     text = page.text([tiny], [row for row in rows if row["method"] != "baoc@auto"] + none, [])
     assert "No plan fits for `baoc@auto` on points" in text

@@ -17,10 +17,11 @@ ABOUT = """\
 Test loss against bytes of optimizer state. *Difference* is to AdamW32's test loss in percent (less is better), mean ±
 standard error of the differences seed by seed: runs of one seed begin with the same weights and see the same batches.
 *B/param* is the state that was held at the end, in bytes per parameter, and *share* the most that was ever held, of
-AdamW16's state. *baoc default* is `EffectPlanner`, *BAOC (paper)* is `PaperPlanner`. BAOC, single configurations
-(`code`) and the heuristic run at the learning rate that is best for AdamW32; peers at their own. AdamW32's is the best
-by the validation loss of seeds 0 and 1, of factors of two that were tried until the best was not at an edge; a peer's
-is the best of three by that of seed 0. {edge}: an edge."""
+AdamW16's state. *baoc default* is `EffectPlanner(time=2)`: with so few tokens per step, the default limit of 1.1 would
+leave Muon out. *BAOC (paper)* is `PaperPlanner`. BAOC, single configurations (`code`) and the heuristic run at the
+learning rate that is best for AdamW32; peers at their own. AdamW32's is the best by the validation loss of seeds 0 and
+1, of factors of two that were tried until the best was not at an edge; a peer's is the best of three by that of seed 0.
+{edge}: an edge."""
 
 
 def text(settings: Sequence[Setting], rows: Sequence[Row], command: Sequence[str], figure: str | None = None) -> str:

@@ -29,6 +29,9 @@ from experiments.methods.roles import Part, parts
 
 LADDER = ("adamw-32", "adamw-16", "adamw-8", "adamw[m=int8,v=factored]", "adafactor-32", "sgdwm-8")
 ADAMW_RMS = 0.2  # of an update, in units of lr, as torch.optim.Muon's match_rms_adamw has it
+TIME = 2.0
+"""Limit of the step time of our plans, relative to AdamW16. A step has so few tokens here that the default of 1.1 would
+leave Muon out of most matrices."""
 SGD_LR_SCALE = 100.0  # what people give SGD, 0.1, to what they give AdamW, 0.001
 
 
@@ -41,14 +44,14 @@ def _unchanged(planner: Planner, settings: Settings) -> Planner:
 
 
 def baoc_at(share: float | str, change: Change = _unchanged) -> Method:
-    """Return our BAOC, which plans by measured effects.
+    """Return our BAOC, which plans by measured effects within :data:`TIME`.
 
     Args:
         share: of AdamW16's state, or ``"auto"``.
         change: changes the planner's settings, for ablations.
     """
     budget = share if isinstance(share, str) else f"{share:g}"
-    build = _build(share, lambda settings: change(EffectPlanner(), settings))
+    build = _build(share, lambda settings: change(EffectPlanner(time=TIME), settings))
     return Method(f"baoc@{budget}", f"baoc default {budget}", build, note="matches its blocks' lr to AdamW's")
 
 

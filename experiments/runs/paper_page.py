@@ -16,13 +16,13 @@ from experiments.runs.store import Store
 from experiments.runs.summary import Line, summarise
 
 _ABOUT = """\
-*BAOC (paper)* is `PaperPlanner`, *baoc default* is `EffectPlanner`; *Heu-1* and *Heu-2* are heuristics of ours, since
-the paper does not define its own. Each section has what the paper says about an experiment, what the runs here show,
-and whether both say the same; what differs comes first. Differences are of the test score (for diffusion the training
-loss, as in the paper), seed by seed, mean ± standard error in percent, for accuracies in points. Less than two standard
-errors, or than half a percent, is no difference. Then come all methods: test score, in brackets its difference to
-AdamW16's (mean ± standard deviation), and the state held in percent of AdamW16's. §: no plan fits the budget after the
-warm-up, so training stays on AdamW16.
+*BAOC (paper)* is `PaperPlanner`, *baoc default* is `EffectPlanner(time=2)`; *Heu-1* and *Heu-2* are heuristics of
+ours, since the paper does not define its own. Each section has what the paper says about an experiment, what the runs
+here show, and whether both say the same; what differs comes first. Differences are of the test score (for diffusion
+the training loss, as in the paper), seed by seed, mean ± standard error in percent, for accuracies in points. Less
+than two standard errors, or than half a percent, is no difference. Then come all methods: test score, in brackets its
+difference to AdamW16's (mean ± standard deviation), and the state held in percent of AdamW16's. §: no plan fits the
+budget after the warm-up, so training stays on AdamW16.
 [How to run it](../experiments.md)."""
 
 

@@ -37,6 +37,7 @@ REPEATS, QUICK_REPEATS = 5, 1
 MEMORY = 0.25
 TOKENS = ("4x128", "16x512")
 VOCABULARY = 49_152
+_AT_ONCE = 2048  # tokens of a forward and a backward pass: more take too much memory
 REGIMES = {"gpt2-small": "scratch", "smollm2-135m": "finetune"}
 """Models, and what they are trained for."""
 PEERS = ("bitsandbytes AdamW8bit", "torch Adafactor")
@@ -58,7 +59,9 @@ def _passes(model: nn.Module, batch: int, length: int) -> Callable[[], None]:
 
     def run() -> None:
         model.zero_grad()
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        for some in tokens.split(max(1, _AT_ONCE // length)):
+            loss = model(input_ids=some, labels=some).loss * (len(some) / batch)
+            loss.backward()
 
     return run
 

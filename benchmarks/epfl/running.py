@@ -87,6 +87,10 @@ class Results:
         tried = self.tried(opt)
         return min(tried, key=tried.__getitem__, default=None)
 
+    def is_tuned(self, opt: str) -> bool:
+        """Return whether the best learning rate is inside the grid that was tried."""
+        return self.best_rung(opt) is not None and not self.beyond(opt)
+
     def beyond(self, opt: str) -> list[int]:
         """Return the neighbour of the best learning rate that was not tried yet."""
         best = self.best_rung(opt)

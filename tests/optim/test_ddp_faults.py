@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from baoc import BAOC, EffectPlanner, PaperPlanner
 from baoc.core.plan import PlanError
+from baoc.optim import conversion
 from baoc.optim.agreement import Peers
 from tests.ranks import together
 
@@ -146,7 +147,7 @@ BAD_GRADIENTS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 def without_memory(
-    start: Callable[[BAOC], object], rank_that_fails: int, conversion: int, *, is_sharded: bool = False
+    start: Callable[[BAOC], object], rank_that_fails: int, nth: int, *, is_sharded: bool = False
 ) -> Callable[[int], Any]:
     """On one rank, a conversion of a change of plans fails. Then the run goes on."""
 
@@ -159,7 +160,7 @@ def without_memory(
         def failing(*args: Any, **settings: Any) -> Any:
             nonlocal calls
             calls += 1
-            if rank == rank_that_fails and calls == conversion + 1:
+            if rank == rank_that_fails and calls == nth + 1:
                 raise MemoryError("no memory is left")
             return real(*args, **settings)
 

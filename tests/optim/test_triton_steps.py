@@ -304,7 +304,7 @@ def test_the_host_waits_only_if_other_kernels_take_part():
     for configuration in ("adamw-8", "adafactor", "muon-8", "sinkhorn"):
         assert waits(configuration, grads, kernel()) == 0, configuration
     assert waits("normuon-8", grads, kernel()) == 1, "torch operations average its directions"
-    assert waits("adamw-8", [grads[0], grads[1].half()], kernel(EagerKernel)) == 1
+    assert waits("adamw-8", [grads[0], grads[1].double()], kernel(EagerKernel)) == 1
 
 
 def test_a_planner_that_samples_knows_at_once_and_late_skips_are_taken_back_after():

@@ -82,16 +82,27 @@ def load(source: Path, entries: Mapping[str, Entry]) -> types.ModuleType:
     path = source / "src" / "main.py"
     if not path.is_file():
         raise SourceError(f"there is no {str(path)!r}. Give the folder of epfml/llm-optimizer-benchmark.")
-    for name, content in STUBS.items():
-        if name not in sys.modules and importlib.util.find_spec(name) is None:
-            sys.modules[name] = types.ModuleType(name)
-            vars(sys.modules[name]).update(content)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     module = types.ModuleType("epfl_main")
     vars(module).update(ENTRIES=entries, __file__=str(path))
-    exec(compile(patched(path.read_text(encoding="utf-8")), str(path), "exec"), vars(module))
+    with _stubs():
+        exec(compile(patched(path.read_text(encoding="utf-8")), str(path), "exec"), vars(module))
     return module
+
+
+@contextlib.contextmanager
+def _stubs() -> Iterator[None]:
+    """Make absent packages importable. Others must not find them later: transformers looks for ``wandb``."""
+    absent = [name for name in STUBS if name not in sys.modules and importlib.util.find_spec(name) is None]
+    for name in absent:
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(STUBS[name])
+    try:
+        yield
+    finally:
+        for name in absent:
+            del sys.modules[name]
 
 
 def run(module: types.ModuleType, text: Path, opt: str, arguments: Sequence[str]) -> Outcome:

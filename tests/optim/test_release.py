@@ -347,6 +347,11 @@ def test_what_is_refused() -> None:
         release_gradients(BlockOptimizer(model), mode="late")
     with pytest.raises(TypeError, match="BlockOptimizer or BAOC, got a AdamW"):
         release_gradients(torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+    unused: list[object] = [torch.amp.GradScaler("cpu")]
+    unused.append(unused)
+    del unused  # garbage, but only a collection finds the cycle
+    with release_gradients(BlockOptimizer(model)):
+        pass
     scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(RuntimeError, match="GradScaler"):
         release_gradients(BlockOptimizer(model))

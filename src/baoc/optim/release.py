@@ -417,6 +417,7 @@ def _refuse_scaler() -> None:
 
     Nothing leads from an optimizer to its scaler, so this looks through all objects. It takes a fraction of a second.
     """
+    gc.collect()  # a scaler that nothing uses any more does not count
     scalers = (each for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler))
     if any(scaler.is_enabled() for scaler in scalers):
         raise RuntimeError(

@@ -104,11 +104,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         adamw[m=bf16,v=int8]  31.6 MiB       75.3%       3.022
         0
     """
+    thresholds = gc.get_threshold()
     gc.set_threshold(100_000)  # importing torch and transformers makes many objects and little garbage
     description = "Optimizer memory as a budget you set."
     parser = Parser("baoc", description=description, epilog=EXAMPLES, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"baoc {__version__}")
-    return run(parser, COMMANDS, argv)
+    try:
+        return run(parser, COMMANDS, argv)
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def user_errors() -> tuple[type[Exception], ...]:

@@ -84,6 +84,8 @@ def text(tasks: Sequence[Task], rows: Sequence[Row], seeds: int, command: Sequen
         for task in trained
         if (found := results.comparison(task, f"{BUDGETED}{budget}", most, factor)) is not None
     ]
+    compared = {entry.task for entry in entries}
+    trained = [task for task in trained if task in compared]
     about = ABOUT.format(
         count=len(trained),
         seeds=seeds,

@@ -46,8 +46,10 @@ def test_a_task_is_a_function_of_its_seed_and_trains_all_it_gives_away(name: str
 
     problem, numbers = begun(0)
     assert all(map(math.isfinite, numbers)) and numbers[0] > 0
-    assert begun(0)[1] == numbers != begun(1)[1]
-    assert training._score(problem) == training._score(problem), "scores depend on weights alone"
+    assert begun(0)[1] == pytest.approx(numbers, rel=1e-4)  # matrix products depend on where tensors lie in memory
+    assert begun(1)[1] != pytest.approx(numbers, rel=1e-4)
+    score = training._score(problem)
+    assert training._score(problem) == pytest.approx(score, rel=1e-4), "scores depend on weights alone"
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "one-cycle"])

@@ -147,7 +147,7 @@ class Run:
         reserved = self._device_bytes(members, Plan(later)) + held
         budget = dataclasses.replace(self.settings.budget, reserved=reserved, planner_bytes=held)
 
-        def made(free: int = 0, has_workspace: bool = True) -> Plan:
+        def made(free: int, has_workspace: bool) -> Plan:
             facts = dataclasses.replace(model, has_workspace=has_workspace)
             plan = make(facts, dataclasses.replace(budget, reserved=reserved + free))
             blocks = (*plan.blocks, *later)
@@ -156,8 +156,8 @@ class Run:
             return dataclasses.replace(groups.plan_of(assigned, {**plan.settings, **advice}), rows=members.rows)
 
         if self.total is None or not self._is_of_total(members):
-            return made()
-        return beside_workspace(made, lambda: made(0, False), self.total.workspace, self.total.room - held)
+            return made(0, True)
+        return beside_workspace(made, self.total.workspace, self.total.room - held)
 
     def _later_blocks(self, members: Members) -> tuple[Block, ...]:
         """Blocks of parameters that are not planned: they keep their configuration."""

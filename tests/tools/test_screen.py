@@ -341,3 +341,9 @@ def test_what_the_users_code_prints_does_not_end_in_the_output(folder):
     shown = ESCAPE.sub("", seen.decode())
     assert running.returncode == 0, shown
     assert plan.state_bytes > 0 and "in the loss" in shown and "warm-up" in shown and "3/3" in shown
+
+
+def test_differences_below_the_tolerance_of_plans_have_no_color() -> None:
+    tolerance = baoc.EffectPlanner().tolerance
+    assert re.fullmatch(screen._NOISE, f"{tolerance - 0.01:.2f}%")
+    assert not re.fullmatch(screen._NOISE, f"{tolerance:.2f}%")

@@ -177,14 +177,12 @@ def workspace_bytes(plan: Plan, activations: int, *, is_released: bool) -> int:
     return here.workspace(one_by_one=True) if is_released else max(0, here.workspace_bytes - activations)
 
 
-def beside_workspace(
-    make: Callable[[int], Plan], without: Callable[[], Plan], workspace: Callable[[Plan], int], room: int
-) -> Plan:
+def beside_workspace(make: Callable[[int, bool], Plan], workspace: Callable[[Plan], int], room: int) -> Plan:
     """Return a plan whose state and workspace are within one budget.
 
     Args:
-        make: returns the plan that leaves some bytes free.
-        without: returns a plan of rules that need no workspace, which is made where the others leave no room for state.
+        make: returns the plan that leaves some bytes free, with or without rules that need workspace. They are left out
+            where there would be no room for state.
         workspace: returns the bytes of a plan's workspace.
         room: bytes that state and workspace may take on a rank.
 
@@ -194,7 +192,7 @@ def beside_workspace(
     free = 0
     try:
         while True:
-            plan = make(free)
+            plan = make(free, True)
             needed = workspace(plan)
             if needed <= free or plan.device_bytes_per_rank + needed <= room:
                 return plan
@@ -202,7 +200,7 @@ def beside_workspace(
     except PlanError:
         if not free:
             raise
-    plan = without()
+    plan = make(0, False)
     if plan.device_bytes_per_rank + workspace(plan) > room:
         raise PlanError(
             f"{human_bytes(room)} are left for state, but this planner's smallest plans need "

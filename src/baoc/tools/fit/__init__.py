@@ -216,13 +216,13 @@ class Fitter:
             return plan
         room = gpu - needed.total
 
-        def made(free: int = 0, has_workspace: bool = True) -> Plan:
+        def made(free: int, has_workspace: bool) -> Plan:
             problem = self._problem(setup, has_workspace=has_workspace)
             plan = problem.plan(Budget(f"{max(0, room - free)}B", host_memory))
             return plan.sharded(setup.shards) if setup.shards > 1 else plan
 
         try:
-            return beside_workspace(made, lambda: made(0, False), lambda plan: _workspace(plan, needed, setup), room)
+            return beside_workspace(made, lambda plan: _workspace(plan, needed, setup), room)
         except PlanError:  # nothing fits
             return _smallest_plan(problem)
 

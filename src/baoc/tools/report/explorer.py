@@ -168,6 +168,7 @@ def content(sources: Sources) -> dict[str, Any]:
     return {
         "title": sources.title,
         "reference_bytes": reference,
+        "tolerance": EffectPlanner().tolerance,
         "layers": layers,
         "tensors": [_tensor(name, shape, layers, sources, problem) for name, shape in shapes.items()],
         "configurations": [_configuration(each, shapes) for each in configurations],

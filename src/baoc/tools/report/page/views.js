@@ -6,8 +6,7 @@ function number(value, words, tone = "") {
   return element("div", { class: `number ${tone}` }, element("b", {}, value), element("span", {}, words));
 }
 
-const TIE = 0.2; // percent of the loss: the tolerance of plans, as on the command line
-const tone = (loss) => (loss === null || !isLoss || Math.abs(loss) < TIE ? "" : loss < 0 ? "good" : "bad");
+const tone = (loss) => (loss === null || !isLoss || Math.abs(loss) < data.tolerance ? "" : loss < 0 ? "good" : "bad");
 const shareOf = (plan) => `${percent(plan.bytes / data.reference_bytes)} of AdamW16's`;
 const lossWords = isLoss ? "expected loss against AdamW32" : "risk";
 
